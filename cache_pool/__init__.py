@@ -1,0 +1,1 @@
+"""The rows: alive, position, stop reason, random state, keys and values."""

@@ -1,0 +1,1 @@
+"""What turns tokens into logits, and logits into a token."""

@@ -1,0 +1,171 @@
+"""The portable backend: linear layers on packed tokens, attention on padded rows with an explicit mask."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from drumline.model.batch import KVStore, Segment, StepBatch
+from drumline.model.language_model import LanguageModel
+from drumline.model.layers import feed_forward, normalise, project_qkv, rope_tables, rotate
+
+
+@dataclass(frozen=True)
+class PaddedRows:
+    """Rows that attend together: their queries and keys padded to rectangles, and the mask that hides the padding.
+
+    Decoding rows form one group, prompt chunks another, so a long chunk does not pad every decoding row to its length.
+    """
+
+    rows: range | Tensor
+    """Pool rows, one per line of the rectangle. A range may hold rows that do not step: reading it costs no copy."""
+    tokens: Tensor
+    """Where the group's tokens stand in the packed batch."""
+    slots: Tensor
+    """Where they stand in the rectangle, as line · queries + column."""
+    visible: Tensor
+    """Bool `[rows, queries, keys]`: which keys a query may see. Padding sees key 0 alone, so softmax stays finite."""
+    real_cells: int
+    """Query-key pairs that a computation without padding would have had."""
+
+    @property
+    def padded_cells(self) -> int:
+        """Query-key pairs in the rectangle."""
+        return self.visible.numel()
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """Logits `[segments that want them, vocab]`, float32, on the CPU, and the rectangles that attention used."""
+
+    logits: Tensor
+    groups: tuple[PaddedRows, ...]
+
+    @property
+    def padding_ratio(self) -> float:
+        """Share of attention's query-key pairs that were padding, 0–1."""
+        padded = sum(group.padded_cells for group in self.groups)
+        return 1 - sum(group.real_cells for group in self.groups) / padded
+
+
+class TorchBackend:
+    """Interprets a model's description with torch operators, on any device and dtype.
+
+    Its float products round differently for different batch sizes: the same request gives the same tokens only up to
+    near-ties, so `LanguageModel.exact` is False on it.
+    """
+
+    name = "torch"
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._model = model
+        self._config = model.config
+        self._device = model.device
+        rope = model.config.rope
+        self._rope = rope and rope_tables(rope, model.config.head_dim, model.window, model.device)
+
+    @torch.inference_mode()
+    def forward(self, batch: StepBatch, kv: KVStore) -> StepOutput:
+        """One pass over all layers; each token attends to its own row up to itself."""
+        config, weights = self._config, self._model.weights
+        ids, rows, positions = self._pack(batch)
+        groups = self._groups(batch)
+        masks = [self._additive_mask(group) for group in groups]
+        hidden = weights.embedding[ids]
+        if weights.position_embedding is not None:
+            hidden = hidden + weights.position_embedding[positions]
+        rope = self._rope and (self._rope[0][positions], self._rope[1][positions])
+        for index, layer in enumerate(weights.layers):
+            normed = normalise(config, hidden, layer.attention_norm, layer.attention_norm_bias)
+            query, key, value = project_qkv(config, layer, normed)
+            if rope:
+                query, key = rotate(query, *rope), rotate(key, *rope)
+            kv.write(index, rows, positions, key, value)
+            mixed = torch.empty_like(query)
+            for group, mask in zip(groups, masks, strict=True):
+                keys, values = kv.read(index, group.rows, mask.shape[-1])
+                mixed[group.tokens] = self._attend(query[group.tokens], keys, values, group, mask)
+            hidden = hidden + functional.linear(mixed.flatten(-2), layer.output, layer.output_bias)
+            normed = normalise(config, hidden, layer.mlp_norm, layer.mlp_norm_bias)
+            hidden = hidden + feed_forward(config, layer, normed)
+        last = hidden[self._wanted(batch)]
+        last = normalise(config, last, weights.final_norm, weights.final_norm_bias)
+        return StepOutput(functional.linear(last, weights.head).float().cpu(), groups)
+
+    def _pack(self, batch: StepBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Token ids, row and position of each packed token, int64 `[tokens]` each."""
+        ids: list[int] = []
+        rows: list[int] = []
+        positions: list[int] = []
+        for segment in batch.segments:
+            ids.extend(segment.token_ids)
+            rows.extend([segment.row] * segment.length)
+            positions.extend(range(segment.position, segment.end))
+        ids_t, rows_t, positions_t = torch.tensor([ids, rows, positions], device=self._device)
+        return ids_t, rows_t, positions_t
+
+    def _wanted(self, batch: StepBatch) -> Tensor:
+        last, end = [], 0
+        for segment in batch.segments:
+            end += segment.length
+            if segment.wants_logits:
+                last.append(end - 1)
+        return torch.tensor(last, dtype=torch.int64, device=self._device)
+
+    def _groups(self, batch: StepBatch) -> tuple[PaddedRows, ...]:
+        start = 0
+        decoding: list[tuple[Segment, int]] = []
+        prompts: list[tuple[Segment, int]] = []
+        for segment in batch.segments:
+            (decoding if segment.length == 1 else prompts).append((segment, start))
+            start += segment.length
+        groups = []
+        if decoding:
+            used = [segment.row for segment, _ in decoding]
+            groups.append(self._pad(decoding, range(min(used), max(used) + 1)))
+        if prompts:
+            groups.append(self._pad(prompts, [segment.row for segment, _ in prompts]))
+        return tuple(groups)
+
+    def _pad(self, members: list[tuple[Segment, int]], rows: range | list[int]) -> PaddedRows:
+        queries = max(segment.length for segment, _ in members)
+        keys = max(segment.end for segment, _ in members)
+        line_of = {row: line for line, row in enumerate(rows)}
+        last_visible = torch.zeros(len(rows), queries, dtype=torch.int64)
+        tokens: list[int] = []
+        slots: list[int] = []
+        real = 0
+        for segment, start in members:
+            line = line_of[segment.row]
+            last_visible[line, : segment.length] = torch.arange(segment.position, segment.end)
+            tokens.extend(range(start, start + segment.length))
+            slots.extend(range(line * queries, line * queries + segment.length))
+            real += sum(range(segment.position + 1, segment.end + 1))
+        visible = torch.arange(keys) <= last_visible[:, :, None]
+        return PaddedRows(
+            rows=rows if isinstance(rows, range) else torch.tensor(rows, device=self._device),
+            tokens=torch.tensor(tokens, device=self._device),
+            slots=torch.tensor(slots, device=self._device),
+            visible=visible.to(self._device),
+            real_cells=real,
+        )
+
+    def _additive_mask(self, group: PaddedRows) -> Tensor:
+        """`[rows, 1, group · queries, keys]`: the query heads of one K/V head are folded into the query axis."""
+        mask = torch.zeros(group.visible.shape, dtype=self._model.dtype, device=self._device)
+        mask.masked_fill_(~group.visible, float("-inf"))
+        return mask.repeat(1, self._config.group, 1)[:, None]
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, group: PaddedRows, mask: Tensor) -> Tensor:
+        """Attention of `[tokens, heads, head_dim]` over `[rows, kv_heads, keys, head_dim]`, through the rectangle."""
+        rows, queries, _ = group.visible.shape
+        heads, kv_heads, width = self._config.heads, self._config.kv_heads, self._config.head_dim
+        rectangle = query.new_zeros(rows * queries, heads, width)
+        rectangle[group.slots] = query
+        folded = rectangle.view(rows, queries, kv_heads, -1, width).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        mixed = functional.scaled_dot_product_attention(
+            folded, key.to(query.dtype), value.to(query.dtype), attn_mask=mask
+        )
+        unfolded = mixed.view(rows, kv_heads, -1, queries, width).permute(0, 3, 1, 2, 4)
+        return unfolded.reshape(rows * queries, heads, width)[group.slots]

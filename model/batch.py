@@ -1,0 +1,55 @@
+"""What one step computes: packed token segments, and the store their keys and values live in."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive tokens of one row; `position` is where the first of them stands in the row's window."""
+
+    row: int
+    position: int
+    token_ids: Sequence[int]
+    wants_logits: bool
+
+    @property
+    def length(self) -> int:
+        """Tokens in this segment."""
+        return len(self.token_ids)
+
+    @property
+    def end(self) -> int:
+        """Tokens the row holds once this segment is computed."""
+        return self.position + len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The segments of one step, at most one a row. A decoding row is a segment of length 1.
+
+    Logits come back one line for each segment that wants them (of its last token), in segment order.
+    """
+
+    segments: tuple[Segment, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all segments."""
+        return sum(segment.length for segment in self.segments)
+
+
+class KVStore(Protocol):
+    """Keys and values of all rows, per layer `[rows, kv_heads, window, head_dim]`."""
+
+    def write(self, layer: int, rows: Tensor, positions: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store packed `key` and `value` `[tokens, kv_heads, head_dim]` at `(rows[t], positions[t])`."""
+
+    def read(self, layer: int, rows: range | Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+        """The first `tokens` positions of `rows`: two tensors `[len(rows), kv_heads, tokens, head_dim]`.
+
+        A range costs no copy; an index tensor gathers.
+        """

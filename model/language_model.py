@@ -1,0 +1,59 @@
+"""A loaded model: description, weights, tokenizer and chat template, in the precision they are served in."""
+
+from dataclasses import dataclass
+
+import torch
+
+from drumline.model.chat import ChatTemplate
+from drumline.model.config import ModelConfig
+from drumline.model.ledger import Ledger
+from drumline.model.tokenizer import Tokenizer
+from drumline.model.weights import Weights
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """What `load_model` returns and `Scheduler` serves.
+
+    `window` is the served context in tokens (never above the model's own), `kv_dtype` the dtype of the K/V pool,
+    `fingerprint` a hash of the weights' source, which says whether two answers are of the same model.
+    """
+
+    name: str
+    config: ModelConfig
+    weights: Weights
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    precision: str
+    device: torch.device
+    window: int
+    kv_dtype: torch.dtype
+    fingerprint: str
+    slides: bool = False
+    """Whether a full window slides unless the request says otherwise (the course model)."""
+
+    @property
+    def exact(self) -> bool:
+        """True where ids and log-probability bits never depend on what runs beside a request.
+
+        The torch backend's float products round differently for different batch sizes, so it cannot promise this.
+        """
+        return False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of weights and activations."""
+        return self.weights.embedding.dtype
+
+    def ledger(self, rows: int, tokens: int | None = None) -> Ledger:
+        """Bytes that the weights and a pool of `rows` rows of `tokens` tokens (default: the window) take."""
+        config = self.config
+        return Ledger(
+            layers=config.layers,
+            rows=rows,
+            kv_heads=config.kv_heads,
+            tokens=self.window if tokens is None else tokens,
+            head_dim=config.head_dim,
+            element_bytes=self.kv_dtype.itemsize,
+            weight_bytes=sum(tensor.nbytes for tensor in self.weights.tensors()),
+        )

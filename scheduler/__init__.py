@@ -1,0 +1,1 @@
+"""Queue, plan, step, deliver; the MQTT edge and the command line."""

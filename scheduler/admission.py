@@ -1,0 +1,79 @@
+"""From a request to what a row needs: token ids, stop rules, seed. Whatever cannot be served is refused here."""
+
+import secrets
+from dataclasses import dataclass
+
+from drumline.model.errors import InvalidRequest
+from drumline.model.language_model import LanguageModel
+from drumline.scheduler.request import Request
+from drumline.scheduler.stop import StopRules
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """A request that can be served as it is."""
+
+    request: Request
+    prompt_ids: tuple[int, ...]
+    rules: StopRules
+    seed: int
+
+
+class Admission:
+    """Checks requests against one model and one pool size."""
+
+    def __init__(self, model: LanguageModel, rows: int) -> None:
+        self._model, self._rows = model, rows
+
+    def admit(self, request: Request) -> Admitted:
+        """Tokenise and check; raises `InvalidRequest` that names the field and the limit."""
+        if request.n > self._rows:
+            raise InvalidRequest("n", f"must not exceed the scheduler's rows ({self._rows})")
+        request.sampling.check_vocabulary(self._model.config.vocab_size)
+        self._check_ids("stop_ids", request.stop_ids)
+        prompt_ids = self._prompt_ids(request)
+        slides = self._slides(request)
+        window = self._model.window
+        if len(prompt_ids) > window and not slides:
+            raise InvalidRequest(
+                "prompt",
+                f"has {len(prompt_ids)} tokens, the window holds {window}; overflow='slide' keeps the last of them",
+            )
+        rules = StopRules(
+            eos_ids=frozenset(() if request.ignore_eos else self._model.tokenizer.eos_ids),
+            stop_ids=frozenset(request.stop_ids),
+            max_tokens=request.max_tokens,
+            min_tokens=request.min_tokens,
+            room=None if slides else window - len(prompt_ids) + 1,
+        )
+        seed = request.sampling.seed
+        return Admitted(request, prompt_ids, rules, secrets.randbits(64) if seed is None else seed)
+
+    def _slides(self, request: Request) -> bool:
+        return self._model.slides if request.overflow is None else request.overflow == "slide"
+
+    def _prompt_ids(self, request: Request) -> tuple[int, ...]:
+        """The request's ids; BOS where the tokenizer adds it to text, and alone for an empty prompt."""
+        tokenizer = self._model.tokenizer
+        if request.prompt_ids is not None:
+            ids = list(request.prompt_ids)
+            self._check_ids("prompt_ids", request.prompt_ids)
+        elif request.messages is not None:
+            if self._model.chat_template is None:
+                raise InvalidRequest("messages", f"the model {self._model.name} has no chat template")
+            ids = self._model.chat_template.encode([message.model_dump() for message in request.messages])
+        else:
+            ids = tokenizer.encode(request.prompt or "")
+            if tokenizer.adds_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
+                ids = [tokenizer.bos_id, *ids]
+        if not ids:
+            if tokenizer.bos_id is None:
+                raise InvalidRequest("prompt", "must not be empty: this model has no BOS token to start from")
+            ids = [tokenizer.bos_id]
+        return tuple(ids)
+
+    def _check_ids(self, field: str, ids: tuple[int, ...]) -> None:
+        vocab_size = self._model.config.vocab_size
+        for token_id in ids:
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequest(field, f"id {token_id} is outside 0 … {vocab_size - 1}")

@@ -1,0 +1,132 @@
+"""The handle a caller holds: chunks as they come, the result, and the means to stop."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from drumline.model.errors import InvalidRequest
+from drumline.model.language_model import LanguageModel
+from drumline.scheduler.admission import Admitted
+from drumline.scheduler.deliver import ChunkStream
+from drumline.scheduler.request import Chunk, Result, Timings, Usage
+from drumline.scheduler.sequence import Sequence
+
+
+class GenerationJob:
+    """An accepted request. `async for chunk in job` streams it, `await job.result()` waits for the end."""
+
+    def __init__(
+        self, job_id: str, admitted: Admitted, model: LanguageModel, submitted_at: float, wake: Callable[[], None]
+    ) -> None:
+        self.id = job_id
+        self.request = admitted.request
+        self.sequences = [Sequence(self, admitted, choice, model.tokenizer) for choice in range(admitted.request.n)]
+        self.stream_buffer = ChunkStream()
+        self.cancel_requested = False
+        self.preempt_requested = False
+        self.submitted_at = submitted_at
+        self.started_at: float | None = None
+        self.first_token_at: float | None = None
+        self._seed = admitted.seed
+        self._window = model.window
+        self._wake = wake
+        self._result: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        self._has_reader = False
+
+    @property
+    def state(self) -> str:
+        """`queued`, `running` or `done`."""
+        if self._result.done():
+            return "done"
+        return "queued" if self.started_at is None else "running"
+
+    @property
+    def generated(self) -> int:
+        """Tokens generated so far, over all choices."""
+        return sum(len(sequence.token_ids) for sequence in self.sequences)
+
+    @property
+    def deadline_at(self) -> float | None:
+        """When the job expires, on the scheduler's clock."""
+        return None if self.request.deadline_s is None else self.submitted_at + self.request.deadline_s
+
+    def cancel(self) -> None:
+        """Stop at the next step boundary, queued or running; the result says `cancelled`. Harmless after the end."""
+        self.cancel_requested = True
+        self._wake()
+
+    async def result(self) -> Result:
+        """Wait for the end. Never raises for the row's own end: see `Result.raise_for_status`."""
+        return await asyncio.shield(self._result)
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        """Stream the chunks; leaving early cancels the job once the generator is finalised. Only one reader."""
+        return self._read(self._claim_reader())
+
+    @asynccontextmanager
+    async def stream(self) -> AsyncGenerator[AsyncIterator[Chunk]]:
+        """`async with job.stream() as chunks`: like iterating the job, but leaving the block cancels at once."""
+        chunks = self._read(self._claim_reader())
+        try:
+            yield chunks
+        finally:
+            await chunks.aclose()
+            if not self._result.done():
+                self.cancel()
+
+    def finish(self, now: float) -> Result | None:
+        """Complete the result once every choice has ended; None while one still runs."""
+        if any(sequence.stop_reason is None for sequence in self.sequences):
+            return None
+        result = Result(
+            id=self.id,
+            choices=tuple(sequence.to_choice() for sequence in self.sequences),
+            usage=self._usage(),
+            timings=self._timings(now),
+            seed=self._seed,
+        )
+        self._result.set_result(result)
+        self.stream_buffer.close()
+        return result
+
+    def _claim_reader(self) -> ChunkStream:
+        if self._has_reader:
+            raise InvalidRequest("job", f"{self.id} already has a reader")
+        self._has_reader = True
+        return self.stream_buffer
+
+    async def _read(self, buffer: ChunkStream) -> AsyncGenerator[Chunk]:
+        try:
+            async for chunk in buffer.read():
+                yield chunk
+        finally:
+            if not self._result.done():
+                self.cancel()
+
+    def _usage(self) -> Usage:
+        prompt, window = self.sequences[0].prompt_length, self._window
+        return Usage(
+            prompt_tokens=prompt,
+            generated_tokens=self.generated,
+            evaluated_positions=sum(record.input_length for s in self.sequences for record in s.steps),
+            uncached_positions=sum(
+                min(prompt + index, window) for s in self.sequences for index in range(len(s.token_ids))
+            ),
+            window_recomputes=sum(s.window_recomputes for s in self.sequences),
+            window_filled_step=self._window_filled_step(),
+        )
+
+    def _window_filled_step(self) -> int | None:
+        step = max(0, self._window - self.sequences[0].prompt_length)
+        return step if len(self.sequences[0].token_ids) > step else None
+
+    def _timings(self, now: float) -> Timings:
+        started = now if self.started_at is None else self.started_at
+        first = now if self.first_token_at is None else self.first_token_at
+        return Timings(
+            queued_s=started - self.submitted_at,
+            prefill_s=first - started,
+            decode_s=now - first,
+            first_token_s=None if self.first_token_at is None else first - self.submitted_at,
+            total_s=now - self.submitted_at,
+        )

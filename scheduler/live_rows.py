@@ -1,0 +1,129 @@
+"""Which sequence sits in which row: seating from the queue, committing a step, and every way of leaving."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Several
+
+from drumline.cache_pool.pool import CachePool
+from drumline.metrics.instruments import Instruments
+from drumline.model.stop_reason import StopReason
+from drumline.scheduler.plan import Backlog
+from drumline.scheduler.queue import RequestQueue
+from drumline.scheduler.request import StepRecord
+from drumline.scheduler.sequence import Sequence
+from drumline.scheduler.step import RowOutcome
+
+
+class LiveRows:
+    """Moves sequences from the queue into rows and out again. Runs on the event loop, never during a step."""
+
+    def __init__(
+        self,
+        pool: CachePool,
+        queue: RequestQueue[Sequence],
+        instruments: Instruments,
+        clock: Callable[[], float],
+        ended: Callable[[Sequence], None],
+    ) -> None:
+        self._pool, self._queue, self._instruments = pool, queue, instruments
+        self._clock, self._ended = clock, ended
+        self.by_row: dict[int, Sequence] = {}
+
+    def backlogs(self) -> list[Backlog]:
+        """What each live row still has to compute, in the order the rows were taken."""
+        return [Backlog(row, self._pool.pending(row)) for row in self.by_row]
+
+    def seat(self) -> None:
+        """Give free rows to the sequences that waited longest."""
+        while self._pool.free and len(self._queue):
+            sequence = self._queue.pop()
+            self.by_row[self._pool.restore(sequence.saved)] = sequence
+            if sequence.job.started_at is None:
+                sequence.job.started_at = self._clock()
+
+    def sweep(self) -> None:
+        """Act on what was asked since the last step: cancellations, deadlines, preemptions."""
+        now = self._clock()
+        for sequence in self._queue.take_out(lambda waiting: _end_asked(waiting, now) is not None):
+            self._end(sequence, _end_asked(sequence, now) or "cancelled")
+        for row, sequence in list(self.by_row.items()):
+            reason = _end_asked(sequence, now)
+            if reason is not None:
+                self.retire(row, reason)
+        self._preempt([row for row, sequence in self.by_row.items() if sequence.job.preempt_requested])
+
+    def commit(self, outcomes: Several[RowOutcome]) -> None:
+        """Count what a step computed, apply the stop rules row by row, and send the new text."""
+        now = self._clock()
+        for outcome in outcomes:
+            segment = outcome.segment
+            sequence = self.by_row[segment.row]
+            sequence.steps.append(StepRecord(segment.length, segment.position, segment.end))
+            self._pool.advance(segment.row, segment.length)
+            if outcome.error is not None:
+                self.retire(segment.row, "error", outcome.error)
+            elif outcome.token_id is not None:
+                self._accept(segment.row, sequence, outcome.token_id, outcome, now)
+
+    def retire(self, row: int, reason: StopReason, error: str | None = None) -> None:
+        """End the sequence of a row and free the row."""
+        self._pool.retire(row, reason)
+        self._end(self.by_row.pop(row), reason, error)
+
+    def end_unseated(self, sequences: Several[Sequence], reason: StopReason) -> None:
+        """End sequences that hold no row and wait in no queue."""
+        for sequence in sequences:
+            self._end(sequence, reason)
+
+    def fail_all(self, error: str) -> None:
+        """The engine broke: everything that runs or waits ends with `error`."""
+        for row in list(self.by_row):
+            self.retire(row, "error", error)
+        for sequence in self._queue.take_out(lambda _: True):
+            self._end(sequence, "error", error)
+
+    def _accept(self, row: int, sequence: Sequence, token_id: int, outcome: RowOutcome, now: float) -> None:
+        self._observe_token(sequence, now)
+        reason = sequence.accept(token_id, outcome.logprob)
+        if reason is not None:
+            self.retire(row, reason)
+            return
+        if self._pool.append(row, token_id):
+            sequence.window_recomputes += 1
+            self._instruments.window_recomputed()
+        self._send(sequence)
+
+    def _observe_token(self, sequence: Sequence, now: float) -> None:
+        self._instruments.generated(1)
+        if sequence.job.first_token_at is None:
+            sequence.job.first_token_at = now
+        at_s = now - sequence.job.submitted_at
+        if sequence.token_times_s:
+            self._instruments.token_gap(at_s - sequence.token_times_s[-1])
+        sequence.token_times_s.append(at_s)
+
+    def _preempt(self, rows: list[int]) -> None:
+        """Rows whose job gives way: their state goes back to the head of the queue, the oldest foremost."""
+        for row in reversed(rows):
+            sequence = self.by_row.pop(row)
+            sequence.saved = self._pool.release(row)
+            sequence.job.preempt_requested = False
+            self._queue.push_front(sequence)
+            self._instruments.preempted()
+
+    def _end(self, sequence: Sequence, reason: StopReason, error: str | None = None) -> None:
+        sequence.finish(reason, error)
+        self._send(sequence)
+        self._ended(sequence)
+
+    def _send(self, sequence: Sequence) -> None:
+        chunk = sequence.take_chunk()
+        if chunk is not None:
+            sequence.job.stream_buffer.put(chunk)
+
+
+def _end_asked(sequence: Sequence, now: float) -> StopReason | None:
+    """Why the sequence is to end whatever its row does; a cancellation wins over a deadline."""
+    job = sequence.job
+    if job.cancel_requested:
+        return "cancelled"
+    return "deadline" if job.deadline_at is not None and now >= job.deadline_at else None

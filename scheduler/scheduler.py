@@ -1,0 +1,303 @@
+"""The scheduler: an asyncio loop that seats, plans, steps and commits. It owns only the loop."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Self
+from uuid import uuid4
+
+from prometheus_client import CollectorRegistry
+
+from drumline.cache_pool.pool import CachePool
+from drumline.metrics.instruments import Instruments, RejectReason, watch_loop_lag
+from drumline.model.backends import make_backend
+from drumline.model.errors import DrumlineError, EngineFailed, InvalidRequest, QueueFull, SchedulerClosed
+from drumline.model.language_model import LanguageModel
+from drumline.scheduler.admission import Admission
+from drumline.scheduler.config import VERSION, SchedulerConfig
+from drumline.scheduler.engine import Statistics
+from drumline.scheduler.job import GenerationJob
+from drumline.scheduler.live_rows import LiveRows
+from drumline.scheduler.plan import plan_step
+from drumline.scheduler.queue import RequestQueue
+from drumline.scheduler.request import Request
+from drumline.scheduler.sequence import Sequence
+from drumline.scheduler.step import StepReport, StepRunner
+from drumline.scheduler.totals import StepTotals
+
+_log = logging.getLogger("drumline")
+
+
+class Scheduler:
+    """Generates for many requests at once on one model.
+
+    Use it as `async with Scheduler(model, rows=16) as scheduler`; leaving the block cancels what still runs (call
+    `drain` first to finish it). All methods are called from the event loop that entered the block. Raises
+    `InvalidRequest` for a setting out of range, a backend that does not exist or is not exact where `require_exact`
+    asks for it, a pool that does not fit the memory, or a `name` already used in `registry`.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        *,
+        registry: CollectorRegistry | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        **settings: Any,
+    ) -> None:
+        self.config = SchedulerConfig(**settings)
+        self.model = model
+        backend = make_backend(self.config.backend, model)
+        if self.config.require_exact and not model.exact:
+            raise InvalidRequest("require_exact", f"precision {model.precision} on {backend.name} is not exact")
+        self.registry = CollectorRegistry() if registry is None else registry
+        self._clock = clock
+        self._pool = CachePool(model, self.config.rows)
+        self._queue: RequestQueue[Sequence] = RequestQueue(self.config.queue_requests, self.config.queue_tokens)
+        self._admission = Admission(model, self.config.rows)
+        self._runner = StepRunner(backend, self._pool)
+        self.instruments = _instruments(self.registry, self.config.name)
+        self.instruments.identify(version=VERSION, model=model.name, precision=model.precision, backend=backend.name)
+        self._rows = LiveRows(self._pool, self._queue, self.instruments, clock, self._sequence_ended)
+        self._totals = StepTotals()
+        self._jobs: dict[str, GenerationJob] = {}
+        self._wake, self._room, self._quiet = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._quiet.set()
+        self._closed = self._draining = False
+        self._failure: str | None = None
+        self._torch = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"drumline-{self.config.name}")
+        self._tasks: list[asyncio.Task[None]] = []
+        self._publish_levels()
+
+    async def __aenter__(self) -> Self:
+        self._tasks = [
+            asyncio.create_task(self._run(), name=f"drumline-{self.config.name}-loop"),
+            asyncio.create_task(watch_loop_lag(self.instruments.loop_lag), name=f"drumline-{self.config.name}-lag"),
+        ]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def healthy(self) -> bool:
+        """False once a step has failed: the scheduler takes no request any more."""
+        return self._failure is None
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request would be taken now."""
+        return self.healthy and bool(self._tasks) and not self._draining
+
+    async def submit(self, request: Request) -> GenerationJob:
+        """Accept a request, waiting while the queue is full.
+
+        Raises `InvalidRequest`, `SchedulerClosed`, `EngineFailed`.
+        """
+        job = self._make_job(request)
+        while True:
+            try:
+                return self._enqueue(job)
+            except QueueFull:
+                self._room.clear()
+                await self._room.wait()
+
+    def submit_nowait(self, request: Request) -> GenerationJob:
+        """Accept a request at once; raises `QueueFull` besides what `submit` raises."""
+        job = self._make_job(request)
+        try:
+            return self._enqueue(job)
+        except QueueFull:
+            self.instruments.rejected("queue_full")
+            raise
+
+    def preempt(self, job: GenerationJob) -> None:
+        """Take a running job's rows at the next step boundary and put it back at the head of the queue.
+
+        It goes on from its tokens and random state: what is already out stays, and the answer is the one it would have
+        given. Nothing happens to a job that waits or has ended.
+        """
+        job.preempt_requested = job.state == "running"
+
+    async def drain(self, timeout: float | None = None) -> None:
+        """Take no more requests and finish all that were accepted; at `timeout` (seconds) the rest ends `cancelled`."""
+        self._draining = True
+        self._room.set()
+        try:
+            await asyncio.wait_for(self._quiet.wait(), timeout)
+        except TimeoutError:
+            for job in self._jobs.values():
+                job.cancel()
+            await self._quiet.wait()
+
+    async def close(self) -> None:
+        """Cancel what runs, stop the loop and free the threads, the pool's name and its metrics. Twice is harmless."""
+        if self._closed:
+            return
+        if self._tasks:
+            await self.drain(timeout=0)
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._torch.shutdown()
+        self.instruments.close()
+
+    def queue_position(self, job_id: str) -> int | None:
+        """How many sequences are ahead of a queued job; None once it runs or when it is unknown."""
+        for position, sequence in enumerate(self._queue):
+            if sequence.job.id == job_id and sequence.job.started_at is None:
+                return position
+        return None
+
+    def statistics(self) -> Statistics:
+        """A snapshot of levels and totals."""
+        return Statistics(
+            model=self.model.name,
+            rows=self.config.rows,
+            live=len(self._rows.by_row),
+            queued=len(self._queue),
+            queued_tokens=self._queue.tokens,
+            kv_tokens=self._pool.kv_tokens,
+            kv_capacity_tokens=self.config.rows * self.model.window,
+            draining=self._draining,
+            healthy=self.healthy,
+            **self._totals.as_dict(),
+        )
+
+    def check_integrity(self) -> None:
+        """Raise `RuntimeError` if pool, queue and rows contradict one another. Call it between steps."""
+        self._pool.check_integrity()
+        self._queue.check_integrity()
+        alive = {row for row in range(self._pool.rows) if self._pool.alive[row]}
+        if alive != set(self._rows.by_row):
+            raise RuntimeError(f"pool says rows {sorted(alive)} live, the scheduler {sorted(self._rows.by_row)}")
+
+    def _make_job(self, request: Request) -> GenerationJob:
+        try:
+            self._check_open()
+            admitted = self._admission.admit(request)
+            job_id = request.id or uuid4().hex
+            self._check_id(job_id)
+        except DrumlineError as error:
+            self._count_rejection(error)
+            raise
+        return GenerationJob(job_id, admitted, self.model, self._clock(), self._wake.set)
+
+    def _enqueue(self, job: GenerationJob) -> GenerationJob:
+        """Put a job in the queue; raises `QueueFull` when it does not fit (the caller decides what that means)."""
+        try:
+            self._check_open()
+            self._check_id(job.id)
+        except DrumlineError as error:
+            self._count_rejection(error)
+            raise
+        if job.request.max_tokens > 0:
+            self._queue.push(job.sequences)
+        self._jobs[job.id] = job
+        self._quiet.clear()
+        if job.request.max_tokens == 0:  # legal, and done: no row is needed to generate nothing
+            self._rows.end_unseated(job.sequences, "budget")
+        self._wake.set()
+        self._publish_levels()
+        return job
+
+    def _check_open(self) -> None:
+        if self._failure is not None:
+            raise EngineFailed(self._failure)
+        if self._draining or self._closed or not self._tasks:
+            raise SchedulerClosed("the scheduler is draining or closed" if self._tasks else "enter the scheduler first")
+
+    def _check_id(self, job_id: str) -> None:
+        if job_id in self._jobs:
+            raise InvalidRequest("id", f"a job {job_id} is queued or running")
+
+    def _count_rejection(self, error: DrumlineError) -> None:
+        reason: RejectReason = "invalid" if isinstance(error, InvalidRequest) else "draining"
+        self.instruments.rejected(reason)
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                if not await self._turn():
+                    await self._wake.wait()
+                self._wake.clear()
+        except Exception as error:  # a step that raises must not leave callers waiting for ever
+            _log.exception("the engine failed; everything that runs or waits ends with an error")
+            self._fail(f"{type(error).__name__}: {error}")
+
+    async def _turn(self) -> bool:
+        """One turn of the loop: sweep, seat, plan, step, commit. False when there was nothing to step."""
+        started = time.perf_counter()
+        self._rows.sweep()
+        self._rows.seat()
+        plan = plan_step(self._rows.backlogs(), self.config.step_tokens)
+        self._room.set()
+        self._publish_levels()
+        if not plan:
+            return False
+        planned = time.perf_counter()
+        loop = asyncio.get_running_loop()
+        report = await loop.run_in_executor(self._torch, self._runner.run, plan, self._rows.by_row)
+        stepped = time.perf_counter()
+        self._rows.commit(report.outcomes)
+        self._observe(report, planned - started, time.perf_counter() - stepped, time.perf_counter() - started)
+        return True
+
+    def _observe(self, report: StepReport, plan_s: float, commit_s: float, step_s: float) -> None:
+        self._totals.add(report, step_s)
+        self.instruments.prompt_computed(report.prompt_tokens)
+        self.instruments.step(
+            len(report.outcomes),
+            report.tokens,
+            report.padding_ratio,
+            {"plan": plan_s, "forward": report.forward_s, "sample": report.sample_s, "commit": commit_s},
+        )
+
+    def _publish_levels(self) -> None:
+        oldest = min((sequence.job.submitted_at for sequence in self._queue), default=None)
+        self.instruments.levels(
+            queued={"normal": len(self._queue)},
+            oldest_queued_s=0.0 if oldest is None else self._clock() - oldest,
+            rows_live=len(self._rows.by_row),
+            rows_capacity=self.config.rows,
+            kv_tokens=self._pool.kv_tokens,
+            kv_capacity=self.config.rows * self.model.window,
+        )
+
+    def _sequence_ended(self, sequence: Sequence) -> None:
+        job = sequence.job
+        result = job.finish(self._clock())
+        if result is None:
+            return
+        del self._jobs[job.id]
+        self._totals.finished += 1
+        timings, usage = result.timings, result.usage
+        self.instruments.request_done(
+            result.status,
+            None if job.started_at is None else timings.queued_s,
+            timings.first_token_s,
+            timings.total_s,
+            usage.prompt_tokens,
+            usage.generated_tokens,
+        )
+        if not self._jobs:
+            self._quiet.set()
+
+    def _fail(self, reason: str) -> None:
+        self._failure = reason
+        self._rows.fail_all(reason)
+        self._room.set()
+        self._publish_levels()
+
+
+def _instruments(registry: CollectorRegistry, name: str) -> Instruments:
+    try:
+        return Instruments(registry, name)
+    except ValueError as error:
+        raise InvalidRequest("name", str(error).removeprefix("name: ")) from None

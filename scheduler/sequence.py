@@ -1,0 +1,93 @@
+"""One choice of a job on its way: what was generated, what of it has left, and how each pass went."""
+
+from typing import TYPE_CHECKING
+
+from drumline.cache_pool.pool import RowSnapshot
+from drumline.model.detokenize import Detokenizer
+from drumline.model.random_state import RandomState
+from drumline.model.stop_reason import StopReason
+from drumline.model.tokenizer import Tokenizer
+from drumline.scheduler.admission import Admitted
+from drumline.scheduler.request import Choice, Chunk, StepRecord, TokenLogprob
+from drumline.scheduler.stop import StopStrings
+
+if TYPE_CHECKING:
+    from drumline.scheduler.job import GenerationJob
+
+
+class Sequence:
+    """The mutable progress of one choice. The pool holds its row while it lives; `saved` is what starts it (again)."""
+
+    def __init__(self, job: "GenerationJob", admitted: Admitted, choice: int, tokenizer: Tokenizer) -> None:
+        self.job, self.admitted, self.choice = job, admitted, choice
+        self.request, self.rules = admitted.request, admitted.rules
+        self.saved = RowSnapshot(admitted.prompt_ids, 0, RandomState(admitted.seed, choice))
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.steps: list[StepRecord] = []
+        self.window_recomputes = 0
+        self.stop_reason: StopReason | None = None
+        self.error: str | None = None
+        self.token_times_s: list[float] = []
+        self._detokenizer = Detokenizer(tokenizer)
+        self._stop_strings = StopStrings(self.request.stop, self.request.keep_stop)
+        self._text: list[str] = []
+        self._unsent = ""
+        self._text_sent = 0
+        self._tokens_sent = 0
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.admitted.prompt_ids)
+
+    @property
+    def cost_tokens(self) -> int:
+        """What the sequence counts for in the queue's token bound."""
+        return self.prompt_length + self.request.max_tokens
+
+    def accept(self, token_id: int, logprob: TokenLogprob | None) -> StopReason | None:
+        """Take the token that this step chose; returns why the row ends with it, or None."""
+        self.token_ids.append(token_id)
+        if logprob is not None:
+            self.logprobs.append(logprob)
+        self._add_text(self._stop_strings.push(self._detokenizer.push(token_id)))
+        reason = self.rules.decide(token_id, len(self.token_ids))
+        return "stop" if self._stop_strings.matched and reason != "eos" else reason
+
+    def finish(self, reason: StopReason, error: str | None = None) -> None:
+        """Set why it ended, and release the text that was held back."""
+        self.stop_reason, self.error = reason, error
+        self._add_text(self._stop_strings.push(self._detokenizer.flush()))
+        self._add_text(self._stop_strings.flush())
+
+    def take_chunk(self) -> Chunk | None:
+        """What has not left yet. A chunk has text, but for the last one, which may carry ids alone."""
+        text, self._unsent = self._unsent, ""
+        new_ids = self.token_ids[self._tokens_sent :]
+        if not text and not (new_ids and self.stop_reason):
+            return None
+        logprobs = tuple(self.logprobs[self._tokens_sent :]) if self.request.logprobs is not None else None
+        chunk = Chunk(self.choice, self._tokens_sent, self._text_sent, text, tuple(new_ids), logprobs)
+        self._text_sent += len(text)
+        self._tokens_sent += len(new_ids)
+        return chunk
+
+    def _add_text(self, text: str) -> None:
+        self._text.append(text)
+        self._unsent += text
+
+    def to_choice(self) -> Choice:
+        """The finished answer."""
+        if self.stop_reason is None:
+            raise RuntimeError("the sequence has not ended")
+        return Choice(
+            choice=self.choice,
+            text="".join(self._text),
+            token_ids=tuple(self.token_ids),
+            stop_reason=self.stop_reason,
+            logprobs=tuple(self.logprobs) if self.request.logprobs is not None else None,
+            token_times_s=tuple(self.token_times_s),
+            steps=tuple(self.steps),
+            error=self.error,
+        )

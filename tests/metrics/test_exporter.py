@@ -1,0 +1,282 @@
+import gzip
+import json
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from http.client import HTTPMessage
+
+import pytest
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+from prometheus_client.registry import Collector
+
+from drumline.metrics.exporter import Exporter, parse_address
+from drumline.metrics.instruments import Instruments
+
+
+def http(url: str, method: str = "GET", **headers: str) -> tuple[int, HTTPMessage, bytes]:
+    asked = {name.replace("_", "-"): value for name, value in headers.items()}
+    request = urllib.request.Request(url, method=method, headers=asked)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return response.status, response.headers, response.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.headers, error.read()
+
+
+def yes() -> bool:
+    return True
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    registry = CollectorRegistry()
+    for name in ("main", "side"):
+        instruments = Instruments(registry, name)
+        instruments.identify(version="0.1.0", model="tiny", precision="float32", backend="torch")
+        instruments.step(3, 40, 0.25, {"plan": 0.001, "forward": 0.01, "sample": 0.002, "commit": 0.001})
+        instruments.request_done("completed", 0.1, 0.2, 1.0, prompt_tokens=11, generated_tokens=5)
+        instruments.prompt_computed(11)
+    return registry
+
+
+@pytest.fixture
+def exporter(registry: CollectorRegistry) -> Iterator[Exporter]:
+    with Exporter(registry, port=0, health=yes, ready=yes) as exporter:
+        yield exporter
+
+
+def test_a_scrape_parses_and_holds_both_schedulers(exporter: Exporter) -> None:
+    status, headers, body = http(f"{exporter.url}/metrics")
+    assert status == 200
+    assert headers["Content-Type"].startswith("text/plain")
+    assert int(headers["Content-Length"]) == len(body)
+    tokens = {
+        (sample.name, sample.labels["scheduler"]): sample.value
+        for family in parse_text(body.decode())
+        for sample in family.samples
+        if sample.name in ("drumline_prompt_tokens_total", "drumline_prompt_tokens_sum")
+        and sample.labels.get("source", "computed") == "computed"
+    }
+    assert tokens == {
+        (f"drumline_prompt_tokens_{kind}", name): 11.0 for kind in ("total", "sum") for name in ("main", "side")
+    }
+
+
+def test_openmetrics_on_request_is_valid_and_has_the_same_samples(exporter: Exporter) -> None:
+    _, _, plain = http(f"{exporter.url}/metrics")
+    _, headers, body = http(f"{exporter.url}/metrics", Accept="application/openmetrics-text; version=1.0.0")
+    assert headers["Content-Type"].startswith("application/openmetrics-text")
+    assert body.endswith(b"# EOF\n")
+
+    def keys(families: Iterator[Metric]) -> set[tuple[str, tuple[tuple[str, str], ...], float]]:
+        return {(s.name, tuple(sorted(s.labels.items())), s.value) for family in families for s in family.samples}
+
+    strict = keys(parse_openmetrics(body.decode()))
+    assert strict == keys(parse_text(plain.decode()))
+    assert {name for name, _, _ in strict} >= {"drumline_prompt_tokens_total", "drumline_prompt_tokens_count"}
+
+
+def test_gzip_on_request(exporter: Exporter) -> None:
+    _, headers, body = http(f"{exporter.url}/metrics", Accept_Encoding="gzip")
+    assert headers["Content-Encoding"] == "gzip"
+    assert gzip.decompress(body) == http(f"{exporter.url}/metrics")[2]
+
+
+@pytest.mark.parametrize("accept", ["text/plain", "application/openmetrics-text"])
+def test_a_scrape_may_ask_for_some_names(exporter: Exporter, accept: str) -> None:
+    query = "name[]=drumline_steps_total&name[]=drumline_prompt_tokens_total"
+    _, _, body = http(f"{exporter.url}/metrics?{query}", Accept=accept)
+    names = {line.split("{")[0] for line in body.decode().splitlines() if not line.startswith("#")}
+    assert names == {"drumline_steps_total", "drumline_prompt_tokens_total"}
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/healthz", "/readyz"])
+def test_head_has_the_headers_and_no_body(exporter: Exporter, path: str) -> None:
+    _, _, body = http(exporter.url + path)
+    status, headers, nothing = http(exporter.url + path, "HEAD")
+    assert (status, nothing) == (200, b"")
+    assert int(headers["Content-Length"]) == len(body) > 0
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/healthz", "/readyz"])
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
+def test_other_methods_are_refused(exporter: Exporter, method: str, path: str) -> None:
+    status, headers, _ = http(exporter.url + path, method)
+    assert (status, headers["Allow"]) == (405, "GET, HEAD")
+
+
+@pytest.mark.parametrize("path", ["/", "/metrics/", "/favicon.ico", "/healthz/x"])
+def test_other_paths_are_not_found(exporter: Exporter, path: str) -> None:
+    assert http(exporter.url + path)[0] == 404
+
+
+def test_the_probes_answer_for_themselves(registry: CollectorRegistry, caplog: pytest.LogCaptureFixture) -> None:
+    state = {"health": True, "ready": False}
+
+    def ready() -> bool:
+        if not state["health"]:
+            raise RuntimeError("the engine is gone")
+        return state["ready"]
+
+    def probe(path: str) -> tuple[int, object]:
+        status, headers, body = http(exporter.url + path)
+        assert headers["Content-Type"] == "application/json"
+        return status, json.loads(body)
+
+    with Exporter(registry, port=0, health=lambda: state["health"], ready=ready) as exporter:
+        assert probe("/healthz") == (200, {"ok": True})
+        assert probe("/readyz") == (503, {"ok": False})
+        state["ready"] = True
+        assert probe("/readyz") == (200, {"ok": True})
+        state["health"] = False
+        assert probe("/healthz") == (503, {"ok": False})
+        assert probe("/readyz") == (503, {"ok": False, "error": "RuntimeError"})
+        assert "the probe behind /readyz raised" in caplog.text
+        assert http(f"{exporter.url}/metrics")[0] == 200
+
+
+def test_a_collector_that_fails_is_a_500_and_the_next_scrape_works(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(Collector):
+        def collect(self) -> Iterator[Metric]:
+            raise OSError("sensor unplugged")
+
+    registry = CollectorRegistry()
+    failing = Failing()
+    registry.register(failing)
+    with Exporter(registry, port=0, health=yes, ready=yes) as exporter:
+        assert http(f"{exporter.url}/metrics")[0] == 500
+        assert "sensor unplugged" in caplog.text
+        registry.unregister(failing)
+        assert http(f"{exporter.url}/metrics")[0] == 200
+
+
+def test_requests_leave_no_line_on_stderr(
+    exporter: Exporter, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    for path in ("/metrics", "/healthz", "/nowhere"):
+        http(exporter.url + path)
+    with socket.create_connection((exporter.host, exporter.port), timeout=30) as raw:
+        raw.sendall(b"nonsense\r\n\r\n")
+        assert b"400" in raw.recv(4096)
+    written = capfd.readouterr()
+    assert (written.out, written.err) == ("", "")
+    assert caplog.records == []
+
+
+def test_a_slow_client_does_not_hold_up_a_probe(exporter: Exporter) -> None:
+    with socket.create_connection((exporter.host, exporter.port), timeout=30) as silent:
+        silent.sendall(b"GET /metr")
+        assert http(f"{exporter.url}/healthz")[0] == 200
+
+
+def test_close_frees_the_port_and_the_thread(registry: CollectorRegistry) -> None:
+    exporter = Exporter(registry, port=0, health=yes, ready=yes)
+    exporter.close()
+    exporter.start()
+    port = exporter.port
+    assert port > 0
+    assert any(thread.name == "drumline-metrics" for thread in threading.enumerate())
+    with pytest.raises(RuntimeError, match=f"already serves on http://127.0.0.1:{port}"):
+        exporter.start()
+    exporter.close()
+    exporter.close()
+    assert not any(thread.name == "drumline-metrics" for thread in threading.enumerate())
+    with pytest.raises(urllib.error.URLError):
+        http(f"http://127.0.0.1:{port}/healthz")
+    with Exporter(registry, port=port, health=yes, ready=yes) as again:
+        assert again.port == port
+        assert http(f"{again.url}/healthz")[0] == 200
+
+
+def test_a_port_in_use_is_one_clear_error(registry: CollectorRegistry, exporter: Exporter) -> None:
+    other = Exporter(registry, port=exporter.port, health=yes, ready=yes)
+    message = f"cannot serve metrics on 127.0.0.1:{exporter.port}: Address already in use"
+    with pytest.raises(OSError, match=message):
+        other.start()
+    other.close()
+    assert http(f"{exporter.url}/healthz")[0] == 200
+
+
+def test_an_unknown_host_is_one_clear_error(registry: CollectorRegistry) -> None:
+    exporter = Exporter(registry, host="no such host", port=0, health=yes, ready=yes)
+    with pytest.raises(OSError, match="cannot serve metrics on no such host:0"):
+        exporter.start()
+
+
+def test_a_port_out_of_range_is_refused(registry: CollectorRegistry) -> None:
+    with pytest.raises(ValueError, match="port: must be from 0 to 65535, not 65536"):
+        Exporter(registry, port=65536, health=yes, ready=yes)
+
+
+def test_ipv6(registry: CollectorRegistry) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"no IPv6 loopback here: {error}")
+    with Exporter(registry, "::1", 0, health=yes, ready=yes) as exporter:
+        assert exporter.url == f"http://[::1]:{exporter.port}"
+        assert http(f"{exporter.url}/healthz")[0] == 200
+
+
+def test_promtool_is_content_with_a_live_scrape(exporter: Exporter) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        if os.environ.get("DRUMLINE_REQUIRE_EXTERNAL") == "1":
+            pytest.fail("promtool is not installed and DRUMLINE_REQUIRE_EXTERNAL=1 requires it")
+        pytest.skip("promtool is not installed (Debian package prometheus)")
+    _, _, body = http(f"{exporter.url}/metrics")
+    checked = subprocess.run([promtool, "check", "metrics"], input=body, capture_output=True, timeout=60, check=False)
+    assert (checked.returncode, checked.stdout, checked.stderr) == (0, b"", b"")
+    spoiled = body.replace(b"# HELP drumline_steps_total", b"# Help drumline_steps_total")
+    refused = subprocess.run(
+        [promtool, "check", "metrics"], input=spoiled, capture_output=True, timeout=60, check=False
+    )
+    assert refused.returncode != 0, "promtool must be able to complain"
+    assert b"drumline_steps_total" in refused.stdout + refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("127.0.0.1:9464", ("127.0.0.1", 9464)),
+        ("localhost:0", ("localhost", 0)),
+        ("[::1]:65535", ("::1", 65535)),
+        ("0.0.0.0:80", ("0.0.0.0", 80)),
+    ],
+)
+def test_parse_address(text: str, address: tuple[str, int]) -> None:
+    assert parse_address(text) == address
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "the port is missing"),
+        ("localhost", "the port is missing"),
+        (":9464", "the host is missing"),
+        ("[]:9464", "the host is missing"),
+        ("localhost:", "the port must be a number from 0 to 65535, not ''"),
+        ("localhost:http", "not 'http'"),
+        ("localhost:65536", "not '65536'"),
+        ("localhost:-1", "not '-1'"),
+        ("localhost: 80", "not ' 80'"),
+        ("localhost:٨٠", "the port must be a number"),
+        ("::1:9464", "write an IPv6 host in brackets"),
+        ("[::1:9464", "write an IPv6 host in brackets"),
+        ("[::1]", "write an IPv6 host in brackets"),
+    ],
+)
+def test_parse_address_says_what_is_wrong(text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason) as caught:
+        parse_address(text)
+    assert repr(text) in str(caught.value)
