@@ -1,0 +1,1 @@
+"""The MQTT edge: jobs in, states, chunks and results out. The gateway talks to any `Engine`."""

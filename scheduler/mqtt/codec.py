@@ -1,0 +1,325 @@
+"""The JSON of every message, as pydantic models: what we read is checked, what we write has one form.
+
+That form is compact UTF-8 with the keys in the order of the fields here, so that equal content is equal bytes.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any, Literal, Self, TypeVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    SerializerFunctionWrapHandler,
+    TypeAdapter,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
+from pydantic_core import from_json
+
+from drumline.model.errors import DrumlineError, EngineFailed, InvalidRequest, QueueFull, SchedulerClosed
+from drumline.model.stop_reason import StopReason
+from drumline.scheduler.mqtt.topics import NAME
+from drumline.scheduler.request import (
+    STATUS,
+    Choice,
+    Chunk,
+    Name,
+    Request,
+    Result,
+    Status,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
+
+MAX_SUBMIT_BYTES = 256 * 2**10
+
+JobState = Literal["accepted", "queued", "running", "done", "unknown"]
+WorkerState = Literal["online", "draining", "offline"]
+Parsed = TypeVar("Parsed")
+ErrorCode = Literal["invalid", "queue_full", "draining", "failed", "too_large"]
+
+_chunks = TypeAdapter(Chunk)
+
+
+class SubmitMessage(Request):
+    """A job: the fields of `Request`, with `id` required, and for MQTT 3.1.1 what MQTT 5 has properties for."""
+
+    id: Name
+    response_topic: str | None = None
+    correlation_data: str | None = None
+
+    @model_validator(mode="after")
+    def _no_code(self) -> Self:
+        if self.processors:
+            raise InvalidRequest("processors", "cannot be sent over MQTT")
+        return self
+
+    def request(self, deadline_s: float | None = None) -> Request:
+        """The engine's view: no `id` (two clients may use the same one); `deadline_s` holds where the body has none."""
+        fields = {name: getattr(self, name) for name in Request.model_fields if name != "id"}
+        if self.deadline_s is None:
+            fields["deadline_s"] = deadline_s
+        return Request(**fields)
+
+    @property
+    def digest(self) -> bytes:
+        """Tells a repeated job from a different one with the same id. Where the answer should go is no part of it."""
+        body = self.model_dump_json(exclude={"response_topic", "correlation_data"})
+        return hashlib.sha256(body.encode()).digest()
+
+
+class Outgoing(BaseModel):
+    """What we send. Readers ignore keys that they do not know, so that a newer worker may say more."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    @model_serializer(mode="wrap")
+    def _leave_out_optional(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        document: dict[str, Any] = serialize(self)
+        return {key: value for key, value in document.items() if value is not None or key not in _ONLY_WHEN_GIVEN}
+
+    def encode(self) -> bytes:
+        """The one JSON form."""
+        return self.model_dump_json().encode()
+
+
+_ONLY_WHEN_GIVEN = frozenset({"logprobs", "limit", "queued"})
+
+
+class StateMessage(Outgoing):
+    """Where a job stands. `position` counts those ahead in the queue, `tokens` those generated."""
+
+    job_id: str
+    state: JobState
+    position: int | None = None
+    tokens: int = 0
+
+
+class ErrorMessage(Outgoing):
+    """Why a job has no answer: for `invalid`, the field and its limit; for `queue_full`, the bound and its size."""
+
+    code: ErrorCode
+    field: str | None
+    message: str
+    limit: int | None = None
+    queued: int | None = None
+
+
+class ChoiceMessage(Outgoing):
+    """One answer of a job."""
+
+    choice: int
+    text: str
+    token_ids: tuple[int, ...]
+    stop_reason: StopReason
+    seed: int
+    error: str | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+class ResultMessage(Outgoing):
+    """The terminal message. A rejected job has no stop reason, no choices, usage or timings."""
+
+    job_id: str
+    status: Status
+    stop_reason: StopReason | None
+    choices: tuple[ChoiceMessage, ...]
+    text: str
+    token_ids: tuple[int, ...]
+    usage: Usage | None
+    timings: Timings | None
+    error: ErrorMessage | None
+
+
+class WorkerStatus(Outgoing):
+    """A worker's birth, life and will. `started_at` (Unix seconds) tells a late will from a present one."""
+
+    worker: str
+    status: WorkerState
+    queue_depth: int
+    rows_live: int
+    rows: int
+    model: str
+    version: str
+    started_at: float
+
+
+class DeadMessage(Outgoing):
+    """What could not be parsed or answered: where it was sent, how large it was, what was wrong with it."""
+
+    topic: str
+    client: str | None
+    job_id: str | None
+    code: str
+    field: str | None
+    reason: str
+    payload_bytes: int
+
+
+def parse_submit(payload: bytes, limit_bytes: int = MAX_SUBMIT_BYTES) -> SubmitMessage:
+    """Read a job. Raises `InvalidRequest` that names the field, or `payload` when it is no JSON object at all."""
+    if len(payload) > limit_bytes:
+        raise InvalidRequest("payload", f"is {len(payload)} bytes long, the limit is {limit_bytes}")
+    try:
+        return SubmitMessage.from_json(payload)
+    except InvalidRequest as error:
+        if error.field == "request":
+            raise InvalidRequest("payload", error.limit) from None
+        raise
+
+
+def read_id(payload: bytes, limit_bytes: int = MAX_SUBMIT_BYTES) -> str | None:
+    """The job id of a message that is wrong otherwise, so that its sender can be told; None where there is none."""
+    if len(payload) > limit_bytes:
+        return None
+    try:
+        document = from_json(payload)
+    except ValueError:
+        return None
+    job_id = document.get("id") if isinstance(document, dict) else None
+    return job_id if isinstance(job_id, str) and NAME.fullmatch(job_id) else None
+
+
+def encode_chunk(chunk: Chunk) -> bytes:
+    """The JSON of a chunk; `logprobs` only where they were asked for."""
+    return _chunks.dump_json(chunk, exclude={"logprobs"} if chunk.logprobs is None else None)
+
+
+def with_correlation(payload: bytes, correlation_data: str | None) -> bytes:
+    """Add the correlation data of a job that brought them in its JSON, for readers without MQTT 5."""
+    if correlation_data is None:
+        return payload
+    return payload[:-1] + b',"correlation_data":' + json.dumps(correlation_data, ensure_ascii=False).encode() + b"}"
+
+
+def result_message(job_id: str, result: Result) -> ResultMessage:
+    """A job that the engine ended; the stop reason is that of the choice that set the status."""
+    status = result.status
+    return ResultMessage(
+        job_id=job_id,
+        status=status,
+        stop_reason=next(choice.stop_reason for choice in result.choices if STATUS[choice.stop_reason] == status),
+        choices=tuple(_choice_message(choice, result.seed) for choice in result.choices),
+        text=result.text,
+        token_ids=result.token_ids,
+        usage=result.usage,
+        timings=result.timings,
+        error=ErrorMessage(code="failed", field=None, message=result.error or "") if status == "failed" else None,
+    )
+
+
+def _choice_message(choice: Choice, seed: int) -> ChoiceMessage:
+    return ChoiceMessage(
+        choice=choice.choice,
+        text=choice.text,
+        token_ids=choice.token_ids,
+        stop_reason=choice.stop_reason,
+        seed=seed,
+        error=choice.error,
+        logprobs=choice.logprobs,
+    )
+
+
+def failed_message(job_id: str, code: ErrorCode, reason: str, result: Result | None = None) -> ResultMessage:
+    """The terminal message of a job whose answer is lost to us: what it cost is told all the same, where known."""
+    seed = 0 if result is None else result.seed
+    return ResultMessage(
+        job_id=job_id,
+        status="failed",
+        stop_reason="error",
+        choices=(ChoiceMessage(choice=0, text="", token_ids=(), stop_reason="error", seed=seed, error=reason),),
+        text="",
+        token_ids=(),
+        usage=Usage(0, 0, 0, 0, 0, None) if result is None else result.usage,
+        timings=Timings(0.0, 0.0, 0.0, None, 0.0) if result is None else result.timings,
+        error=ErrorMessage(code=code, field=None, message=reason),
+    )
+
+
+def rejected_message(job_id: str, error: DrumlineError) -> ResultMessage:
+    """The terminal message of a job that was never accepted."""
+    return ResultMessage(
+        job_id=job_id,
+        status="rejected",
+        stop_reason=None,
+        choices=(),
+        text="",
+        token_ids=(),
+        usage=None,
+        timings=None,
+        error=_rejection(error),
+    )
+
+
+def _rejection(error: DrumlineError) -> ErrorMessage:
+    match error:
+        case InvalidRequest():
+            return ErrorMessage(code="invalid", field=error.field, message=error.limit)
+        case QueueFull():
+            text = str(error)
+            return ErrorMessage(
+                code="queue_full", field=error.bound, message=text, limit=error.limit, queued=error.queued
+            )
+        case SchedulerClosed():
+            return ErrorMessage(code="draining", field=None, message=str(error))
+    return ErrorMessage(code="failed", field=None, message=str(error))
+
+
+def parse_state(payload: bytes) -> StateMessage:
+    """Read a state; raises `EngineFailed` for what is none."""
+    return _read(StateMessage.model_validate_json, payload)
+
+
+def parse_chunk(payload: bytes) -> Chunk:
+    """Read a chunk; raises `EngineFailed` for what is none."""
+    return _read(_chunks.validate_json, payload)
+
+
+def parse_result(payload: bytes) -> ResultMessage:
+    """Read a terminal message; raises `EngineFailed` for what is none."""
+    return _read(ResultMessage.model_validate_json, payload)
+
+
+def _read(validate: Callable[[bytes], Parsed], payload: bytes) -> Parsed:
+    try:
+        return validate(payload)
+    except ValidationError as error:
+        raise EngineFailed(f"the worker sent what this client cannot read: {error.errors()[0]['msg']}") from None
+
+
+def to_result(message: ResultMessage) -> Result:
+    """The `Result` that the message tells of; a rejected job raises the error that the scheduler raised."""
+    if message.status == "rejected" or message.usage is None or message.timings is None or not message.choices:
+        raise _typed_error(message.error)
+    return Result(
+        id=message.job_id,
+        choices=tuple(
+            Choice(
+                choice=choice.choice,
+                text=choice.text,
+                token_ids=choice.token_ids,
+                stop_reason=choice.stop_reason,
+                logprobs=choice.logprobs,
+                error=choice.error,
+            )
+            for choice in message.choices
+        ),
+        usage=message.usage,
+        timings=message.timings,
+        seed=message.choices[0].seed,
+    )
+
+
+def _typed_error(error: ErrorMessage | None) -> DrumlineError:
+    match error:
+        case ErrorMessage(code="invalid"):
+            return InvalidRequest(error.field or "request", error.message)
+        case ErrorMessage(code="queue_full"):
+            return QueueFull(error.field or "requests", error.limit or 0, error.queued or 0)
+        case ErrorMessage(code="draining"):
+            return SchedulerClosed(error.message)
+    return EngineFailed(error.message if error else "the job was rejected without a reason")

@@ -1,0 +1,301 @@
+"""The one place that knows aiomqtt (asyncio-mqtt under its present name) and paho: connections, messages, reconnecting.
+
+A connection is one attempt: a new aiomqtt client each time, because a client whose connecting was cancelled cannot be
+used again. `keep_connected` makes the next attempt.
+"""
+
+import asyncio
+import logging
+import random
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Literal
+from urllib.parse import unquote, urlsplit
+
+import aiomqtt
+from paho.mqtt.client import MQTT_CLEAN_START_FIRST_ONLY
+from paho.mqtt.packettypes import PacketTypes
+from paho.mqtt.properties import Properties
+from paho.mqtt.reasoncodes import ReasonCode
+from paho.mqtt.subscribeoptions import SubscribeOptions
+
+from drumline.model.errors import DrumlineError, InvalidRequest
+
+logger = logging.getLogger("drumline.mqtt")
+
+Protocol = Literal[4, 5]
+"""The protocol level on the wire: 4 is MQTT 3.1.1, 5 is MQTT 5."""
+
+DEFAULT_PORT = 1883
+MAX_UNCONFIRMED = 10
+"""QoS 1 publishes on their way at once: below paho's own limit of 20, above which it would reorder QoS 0 past QoS 1."""
+CLOSE_TIMEOUT_S = 2.0
+NO_RETAINED = SubscribeOptions.RETAIN_DO_NOT_SEND
+FAILURE_CODES = 0x80
+
+
+class BrokerError(DrumlineError):
+    """The broker cannot be reached, refused us, or went away."""
+
+
+@dataclass(frozen=True)
+class BrokerAddress:
+    """Where a broker listens, and who we are there."""
+
+    host: str
+    port: int = DEFAULT_PORT
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+
+
+def parse_broker_url(url: str) -> BrokerAddress:
+    """Read `mqtt://[user[:password]@]host[:port]`; raises `InvalidRequest("broker")`, without repeating a password."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise InvalidRequest("broker", f"is no mqtt://host:port ({error})") from None
+    if parts.scheme == "mqtts":
+        raise InvalidRequest("broker", "TLS (mqtts) is not supported yet: use mqtt://")
+    if parts.scheme != "mqtt" or not parts.hostname:
+        raise InvalidRequest("broker", "must read mqtt://host:port")
+    if parts.path.strip("/") or parts.query or parts.fragment:
+        raise InvalidRequest("broker", "must end after host:port")
+    if port == 0:
+        raise InvalidRequest("broker", "port must be 1 … 65535")
+    return BrokerAddress(
+        host=parts.hostname,
+        port=port or DEFAULT_PORT,
+        username=None if parts.username is None else unquote(parts.username),
+        password=None if parts.password is None else unquote(parts.password),
+    )
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message, coming or going. MQTT 3.1.1 carries only the first four fields."""
+
+    topic: str
+    payload: bytes
+    qos: int = 0
+    retain: bool = False
+    response_topic: str | None = None
+    correlation_data: bytes | None = None
+    user_properties: tuple[tuple[str, str], ...] = ()
+    message_expiry_s: int | None = None
+
+
+@dataclass(frozen=True)
+class ConnectOptions:
+    """How to connect. With `session_expiry_s` > 0 the broker keeps our subscriptions and messages while we are away."""
+
+    address: BrokerAddress
+    client_id: str
+    protocol: Protocol = 5
+    will: Message | None = None
+    keepalive_s: int = 30
+    session_expiry_s: int = 0
+
+
+class Connection:
+    """A live connection; every method raises `BrokerError` once it is lost."""
+
+    def __init__(self, client: aiomqtt.Client, protocol: Protocol) -> None:
+        self._client = client
+        self._protocol = protocol
+
+    async def subscribe(self, *filters: str, retained: bool = False) -> None:
+        """Subscribe at QoS 1. Without `retained`, an MQTT 5 broker is asked not to send retained messages at all."""
+        topics: list[tuple[str, int]] | list[tuple[str, SubscribeOptions]]
+        if self._protocol == 5:
+            handling = SubscribeOptions.RETAIN_SEND_ON_SUBSCRIBE if retained else NO_RETAINED
+            topics = [(name, SubscribeOptions(qos=1, retainHandling=handling)) for name in filters]
+        else:
+            topics = [(name, 1) for name in filters]
+        with _typed_errors("filter"):
+            codes = await self._client.subscribe(topics)
+        for name, code in zip(filters, codes, strict=True):
+            value = code.value if isinstance(code, ReasonCode) else code
+            if isinstance(value, int) and value >= FAILURE_CODES:
+                raise BrokerError(f"the broker refuses a subscription to {name}: {code}")
+
+    async def publish(self, message: Message) -> None:
+        """Hand over one message: QoS 0 returns when it was written to the socket, QoS 1 when the broker confirmed it.
+
+        Raises `InvalidRequest("message")` for one that MQTT cannot carry; the connection is none the worse for it.
+        """
+        with _typed_errors("message"):
+            await self._client.publish(
+                message.topic,
+                message.payload,
+                qos=message.qos,
+                retain=message.retain,
+                properties=_properties(message) if self._protocol == 5 else None,
+            )
+
+    async def messages(self) -> AsyncIterator[Message]:
+        """Messages as they come, without an end; to be read by one task for as long as the connection lives."""
+        with _typed_errors("message"):
+            async for message in self._client.messages:
+                yield _received(message)
+
+
+@contextmanager
+def _typed_errors(field: str) -> Iterator[None]:
+    """Turn what aiomqtt and paho raise into our own errors; `field` is what a `ValueError` of theirs is about."""
+    try:
+        yield
+    except (aiomqtt.MqttError, OSError) as error:
+        raise BrokerError(str(error) or type(error).__name__) from error
+    except ValueError as error:
+        raise InvalidRequest(field, str(error)) from error
+
+
+@asynccontextmanager
+async def connect(options: ConnectOptions) -> AsyncIterator[Connection]:
+    """Connect, yield the connection, disconnect; a connection that is left open by an error is closed all the same."""
+    client = _client(options)
+    await _enter(client, options.address)
+    try:
+        yield Connection(client, options.protocol)
+    finally:
+        await _leave(client)
+
+
+def _client(options: ConnectOptions) -> aiomqtt.Client:
+    persistent = options.session_expiry_s > 0
+    will = options.will
+    properties = None
+    if options.protocol == 5 and persistent:
+        properties = Properties(PacketTypes.CONNECT)  # type: ignore[no-untyped-call]
+        properties.SessionExpiryInterval = options.session_expiry_s
+    client = aiomqtt.Client(
+        hostname=options.address.host,
+        port=options.address.port,
+        username=options.address.username,
+        password=options.address.password,
+        identifier=options.client_id,
+        protocol=aiomqtt.ProtocolVersion.V5 if options.protocol == 5 else aiomqtt.ProtocolVersion.V311,
+        will=None if will is None else aiomqtt.Will(will.topic, will.payload, will.qos, will.retain),
+        clean_session=None if options.protocol == 5 else not persistent,
+        clean_start=not persistent if options.protocol == 5 else MQTT_CLEAN_START_FIRST_ONLY,
+        properties=properties,
+        keepalive=options.keepalive_s,
+        logger=logger.getChild("aiomqtt"),
+        # Without it a small message waits for the acknowledgement of the one before: tokens stall by 40 ms.
+        socket_options=[(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)],
+    )
+    client.pending_calls_threshold = MAX_UNCONFIRMED + 2
+    return client
+
+
+async def _enter(client: aiomqtt.Client, address: BrokerAddress) -> None:
+    """Connect, and leave nothing behind when that fails or is cancelled: a thread may still be opening the socket."""
+    entering = asyncio.ensure_future(client.__aenter__())
+    try:
+        await asyncio.shield(entering)
+    except aiomqtt.MqttError as error:
+        await _leave(client)
+        raise BrokerError(f"cannot connect to {address.host}:{address.port}: {error}") from error
+    except asyncio.CancelledError:
+        with suppress(aiomqtt.MqttError):
+            await entering
+        await _leave(client)
+        raise
+
+
+async def _leave(client: aiomqtt.Client) -> None:
+    """Disconnect. That a dead connection cannot be closed politely is no news: what broke it has been reported."""
+    with suppress(aiomqtt.MqttError, TimeoutError):
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            await client.__aexit__(None, None, None)
+    # Private: nobody may have been reading when the connection was lost, and asyncio would complain of the
+    # exception that nobody saw. (A test pins the attribute.)
+    lost = client._disconnected
+    if lost.done() and not lost.cancelled():
+        lost.exception()
+
+
+def _properties(message: Message) -> Properties:
+    properties = Properties(PacketTypes.PUBLISH)  # type: ignore[no-untyped-call]
+    if message.response_topic is not None:
+        properties.ResponseTopic = message.response_topic
+    if message.correlation_data is not None:
+        properties.CorrelationData = message.correlation_data
+    if message.user_properties:
+        properties.UserProperty = list(message.user_properties)
+    if message.message_expiry_s is not None:
+        properties.MessageExpiryInterval = message.message_expiry_s
+    return properties
+
+
+def _received(message: aiomqtt.Message) -> Message:
+    properties = message.properties
+    return Message(
+        topic=message.topic.value,
+        payload=message.payload,
+        qos=message.qos,
+        retain=message.retain,
+        response_topic=getattr(properties, "ResponseTopic", None),
+        correlation_data=getattr(properties, "CorrelationData", None),
+        user_properties=tuple((str(key), str(value)) for key, value in getattr(properties, "UserProperty", ())),
+        message_expiry_s=getattr(properties, "MessageExpiryInterval", None),
+    )
+
+
+@dataclass
+class Backoff:
+    """How long to wait before the next attempt: random, so that many workers do not return at once ("full jitter").
+
+    The n-th failure in a row waits random × min(cap_s, base_s · 2ⁿ); a connection that held for `calm_s` ends the row.
+    """
+
+    base_s: float = 0.25
+    cap_s: float = 30.0
+    calm_s: float = 10.0
+    random: Callable[[], float] = random.random
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    clock: Callable[[], float] = time.monotonic
+    failures: int = 0
+
+    def next_s(self, held_s: float) -> float:
+        """The wait after a connection that held for `held_s`."""
+        if held_s >= self.calm_s:
+            self.failures = 0
+        wait_s = self.random() * min(self.cap_s, self.base_s * 2.0 ** min(self.failures, 64))
+        self.failures += 1
+        return wait_s
+
+
+async def keep_connected(
+    options: ConnectOptions,
+    session: Callable[[Connection], Awaitable[None]],
+    backoff: Backoff,
+    on_lost: Callable[[BrokerError], None],
+) -> None:
+    """Run `session` on a connection, and again on a new one each time it is lost, until cancelled or it returns.
+
+    `on_lost` hears of every failed attempt, and may raise to make an end of it.
+    """
+    while True:
+        started = backoff.clock()
+        lost: BrokerError | None = None
+        try:
+            async with connect(options) as connection:
+                await session(connection)
+        except* BrokerError as group:
+            lost = _first(group)
+        if lost is None:
+            return
+        on_lost(lost)
+        await backoff.sleep(backoff.next_s(backoff.clock() - started))
+
+
+def _first(group: BaseExceptionGroup[BrokerError]) -> BrokerError:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error if isinstance(error, BrokerError) else BrokerError(str(error))
