@@ -31,6 +31,8 @@ def read_rope(hf: Settings, head_dim: int) -> RopeConfig:
     factors = scaling.get("frequency_factors")
     if factors is not None and len(factors) != head_dim // 2:
         raise ModelLoadError(f"{len(factors)} RoPE frequency factors for {head_dim // 2} frequencies")
+    if factors is not None and not all(factor > 0 for factor in factors):
+        raise ModelLoadError("RoPE frequency factors must be above zero")
     return _READERS[kind](theta, scaling, hf)
 
 

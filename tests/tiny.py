@@ -1,6 +1,7 @@
 """Tiny seeded random models of every family, over a tokenizer whose tokens are bytes."""
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -26,8 +27,8 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return [byte + len(_SPECIAL) for byte in text.encode()]
 
-    def encode_template(self, text: str) -> list[int]:
-        return self.encode(text)
+    def encode_template(self, text: str, restore: Mapping[int, str] | None = None) -> list[int]:
+        return self.encode(text.translate(restore or {}))
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id - len(_SPECIAL)]) if token_id >= len(_SPECIAL) else b""

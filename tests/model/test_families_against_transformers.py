@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 from transformers.initialization import no_init_weights
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -23,6 +23,18 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
+SMOLLM2 = {  # as published for SmolLM2-135M-Instruct
+    "vocab_size": 49_152,
+    "hidden_size": 576,
+    "intermediate_size": 1_536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8_192,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0},
+    "tie_word_embeddings": True,
+}
 CONFIGS = {
     "llama": checkpoints.llama(),
     "llama, tied": checkpoints.llama(tie_word_embeddings=True),
@@ -66,7 +78,7 @@ def test_logits_of_smollm2_equal_those_of_transformers() -> None:
     assert path is not None
     ours = load_model(path)
     # What from_pretrained(gguf_file=...) does, but for the package accelerate, which that insists on.
-    config = AutoConfig.for_model(**load_gguf_checkpoint(path)["config"])
+    config = LlamaConfig(**SMOLLM2)
     with no_init_weights():
         theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=theirs)["tensors"]

@@ -23,6 +23,9 @@ from drumline.model.sampling_params import SamplingParams
 from drumline.model.transformer_lm import CourseConfig, TransformerLM, to_language_model
 from drumline.model.word_tokenizer import WordTokenizer
 from tests.oracle import assert_matches_reference
+from tests.tiny import FAMILIES, tiny_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 WINDOW = 12
 WORDS = "the sun warms a small stone by the river and an old frog sleeps on it"
@@ -121,6 +124,16 @@ def test_both_generators_agree(model, prompt_tokens, max_tokens, overflow):
     assert uncached.steps == tuple(StepRecord(length, 0, 0) for length in lengths)
     assert compare(model, ids, cached.token_ids) <= 1e-4
     assert_matches_reference(model, ids, cached.token_ids, ignore_eos=True)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_generators_agree_in_every_family(family):
+    model, ids = tiny_model(family, window=16), [5, 70, 7, 90, 33]
+    options = {"max_tokens": 20, "ignore_eos": True, "overflow": "slide"}
+    cached, uncached = generate_cached(model, ids, **options), generate_uncached(model, ids, **options)
+    assert cached.token_ids == uncached.token_ids
+    assert cached.window_recomputes == uncached.window_recomputes == 20 - 12
+    assert compare(model, ids, cached.token_ids) <= 1e-4
 
 
 @GENERATORS

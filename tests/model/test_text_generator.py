@@ -9,6 +9,8 @@ from drumline.model.text_generator import TextGenerator
 from drumline.model.transformer_lm import CourseConfig, TransformerLM, to_language_model
 from drumline.model.word_tokenizer import WordTokenizer
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 WINDOW = 10
 FREE = SamplingParams(banned_ids=(0, 1, 2, 3))
 

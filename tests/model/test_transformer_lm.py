@@ -18,6 +18,8 @@ from drumline.model.transformer_lm import (
 )
 from drumline.model.word_tokenizer import WordTokenizer
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 VOCAB, LAYERS, HEADS, BLOCK = 19, 2, 2, 8
 
 
