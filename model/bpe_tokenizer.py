@@ -47,9 +47,7 @@ class BPETokenizer:
         vocab_size: int = 0,
         source: str = "tokenizer.json",
     ) -> None:
-        model = spec.get("model") or {}
-        if model.get("type", "BPE") != "BPE" or "merges" not in model:
-            raise ModelLoadError(f"{source}: a {model.get('type')} model is not served, only BPE")
+        model = _bpe_model(spec, source)
         added = [
             _AddedToken(
                 text=token["content"],
@@ -144,7 +142,9 @@ def load_tokenizer_json(folder: Path) -> BPETokenizer:
     generation = _read_json(folder / "generation_config.json")
     source = str(folder / "tokenizer.json")
     try:
-        ids = spec["model"]["vocab"] | {token["content"]: token["id"] for token in spec.get("added_tokens") or ()}
+        ids = _bpe_model(spec, source)["vocab"] | {
+            token["content"]: token["id"] for token in spec.get("added_tokens") or ()
+        }
         bos_ids = _named_ids(names, "bos_token", ids, source)
         if "bos_token" not in names:
             bos_ids = [*_listed_ids(generation, "bos_token_id"), *_listed_ids(model, "bos_token_id")]
@@ -176,6 +176,13 @@ def _read_json(path: Path, required: bool = False) -> dict[str, Any]:
     return content
 
 
+def _bpe_model(spec: Mapping[str, Any], source: str) -> dict[str, Any]:
+    model: dict[str, Any] = spec.get("model") or {}
+    if model.get("type", "BPE") != "BPE" or "merges" not in model:
+        raise ModelLoadError(f"{source}: a {model.get('type')} model is not served, only BPE")
+    return model
+
+
 def _named_ids(names: Mapping[str, Any], key: str, ids: Mapping[str, int], source: str) -> list[int]:
     """The id of a token that the settings give by its spelling, plain or as a description."""
     name = names.get(key)
@@ -199,9 +206,12 @@ def _plain_text_tokenizers(
 
     They differ where a space is prepended to the first piece only (Metaspace with the scheme `first`).
     """
-    plain = dict(spec) | {"truncation": None, "padding": None}
-    plain["added_tokens"] = [t for t in spec.get("added_tokens") or () if t["content"] not in {m.text for m in markup}]
-    plain["model"] = _without_markup(spec["model"], markup)
+    known = {token.text for token in markup}
+    kept = [token for token in spec.get("added_tokens") or () if token["content"] not in known]
+    model = _without_markup(spec["model"], markup)
+    # The library numbers added tokens anew unless the vocabulary has them.
+    model["vocab"] |= {token["content"]: token["id"] for token in kept}
+    plain = dict(spec) | {"truncation": None, "padding": None, "added_tokens": kept, "model": model}
     first = _build(plain, source)
     later_pre_tokenizer = copy.deepcopy(spec.get("pre_tokenizer"))
     for step in _flattened(later_pre_tokenizer, "pretokenizers"):
@@ -239,7 +249,7 @@ def _build(spec: Mapping[str, Any], source: str) -> FastTokenizer:
         raise ModelLoadError(f"{source}: {error}") from error
 
 
-def _flattened(component: Mapping[str, Any] | None, parts: str) -> Iterable[dict[str, Any]]:
+def _flattened(component: dict[str, Any] | None, parts: str) -> Iterable[dict[str, Any]]:
     """The steps of a (possibly nested) sequence; `parts` is the key under which a sequence keeps them."""
     if component is None:
         return
@@ -247,10 +257,10 @@ def _flattened(component: Mapping[str, Any] | None, parts: str) -> Iterable[dict
         for part in component[parts]:
             yield from _flattened(part, parts)
     else:
-        yield dict(component) if not isinstance(component, dict) else component
+        yield component
 
 
-def _decoder(component: Mapping[str, Any] | None, source: str) -> tuple[Callable[[str, bool], bytes], bool]:
+def _decoder(component: dict[str, Any] | None, source: str) -> tuple[Callable[[str, bool], bytes], bool]:
     """How a token becomes bytes, and whether the first space of a text is dropped."""
     steps = list(_flattened(component, "decoders"))
     kinds = {step["type"] for step in steps}

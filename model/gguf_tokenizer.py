@@ -125,7 +125,10 @@ def _required(metadata: Mapping[str, object], key: str, kind: type) -> object:
 
 def _token_id(metadata: Mapping[str, object], name: str) -> int | None:
     value = metadata.get(f"tokenizer.ggml.{name}_token_id")
-    return None if value is None else int(cast(int, value))
+    size = len(cast(list[str], metadata["tokenizer.ggml.tokens"]))
+    if value is not None and (not isinstance(value, int) or not 0 <= value < size):
+        raise ModelLoadError(f"tokenizer.ggml.{name}_token_id {value!r} is outside 0 … {size - 1}")
+    return value
 
 
 def _added_tokens(tokens: Sequence[str], types: Sequence[int]) -> list[dict[str, Any]]:
@@ -149,8 +152,6 @@ def _byte_level_spec(metadata: Mapping[str, object], tokens: Sequence[str], pre:
     if pre not in _PRE_TOKENIZERS:
         raise ModelLoadError(f"tokenizer.ggml.pre {pre!r} is not served; known: {', '.join(_PRE_TOKENIZERS)}")
     merges = cast(list[str], _required(metadata, "merges", list))
-    # A piece may itself begin with a space, so the separator is looked for from its second character on.
-    separators = [merge.find(" ", 1) for merge in merges]
     return {
         "normalizer": {"type": "NFC"} if pre in _COMPOSES else None,
         "pre_tokenizer": _PRE_TOKENIZERS[pre],
@@ -158,10 +159,17 @@ def _byte_level_spec(metadata: Mapping[str, object], tokens: Sequence[str], pre:
         "model": {
             "type": "BPE",
             "vocab": {token: index for index, token in enumerate(tokens)},
-            "merges": [(merge[:at], merge[at + 1 :]) for merge, at in zip(merges, separators, strict=True)],
+            "merges": [_two_pieces(merge) for merge in merges],
             "ignore_merges": pre in _WHOLE_WORDS_FIRST,
         },
     }
+
+
+def _two_pieces(merge: str) -> tuple[str, str]:
+    at = merge.find(" ", 1)  # a piece may itself begin with a space
+    if at < 0:
+        raise ModelLoadError(f"tokenizer.ggml.merges: {merge!r} is not two pieces")
+    return merge[:at], merge[at + 1 :]
 
 
 def _sentencepiece_spec(metadata: Mapping[str, object], tokens: Sequence[str], types: Sequence[int]) -> dict[str, Any]:

@@ -4,7 +4,8 @@ Dequantising is the `gguf` library's; what its metadata means is llama.cpp's con
 """
 
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from drumline.model.checkpoint import Checkpoint, check_shape
 from drumline.model.errors import ModelLoadError
 from drumline.model.gguf_reader import StoredTensor, read_gguf
 from drumline.model.gguf_tokenizer import tokenizer_from_gguf
+from drumline.model.settings import Settings
 from drumline.model.tokenizer import Tokenizer
+from drumline.model.weights import Take
 
 _SERVED_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
 _ARCHITECTURES = {
@@ -26,6 +29,18 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
+_UNSERVED = (  # settings that change the arithmetic in ways no family here computes
+    "expert_count",
+    "attention.scale",
+    "attention.clamp_kqv",
+    "attention.max_alibi_bias",
+    "attention.temperature_length",
+    "embedding_scale",
+    "residual_scale",
+    "logit_scale",
+    "rope.dimension_sections",
+    "rope.scaling.yarn_log_multiplier",
+)
 _ROPE_FACTORS = "rope_freqs.weight"
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -77,12 +92,13 @@ def load_gguf(path: Path) -> Checkpoint:
 
 def _settings(architecture: str, metadata: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
     """The Hugging Face settings that the metadata stands for."""
-
-    def value(key: str) -> Any:
-        return metadata.get(f"{architecture}.{key}")
-
-    if value("expert_count"):
-        raise ModelLoadError("a mixture of experts (expert_count) is not served")
+    of_model = {
+        name.partition(".")[2]: value for name, value in metadata.items() if name.startswith(f"{architecture}.")
+    }
+    for name in _UNSERVED:
+        if of_model.get(name):
+            raise ModelLoadError(f"GGUF metadata {architecture}.{name} = {of_model[name]} is not served")
+    values = Settings(of_model)
     shared = {
         "architectures": [_ARCHITECTURES[architecture]],
         "vocab_size": tensors["token_embd.weight"].shape[0] if "token_embd.weight" in tensors else None,
@@ -90,95 +106,102 @@ def _settings(architecture: str, metadata: Mapping[str, Any], tensors: Mapping[s
     }
     if architecture == "gpt2":
         return shared | {
-            "n_positions": value("context_length"),
-            "n_embd": value("embedding_length"),
-            "n_layer": value("block_count"),
-            "n_head": value("attention.head_count"),
-            "n_inner": value("feed_forward_length"),
-            "layer_norm_epsilon": value("attention.layer_norm_epsilon"),
+            "n_positions": values.integer("context_length"),
+            "n_embd": values.integer("embedding_length"),
+            "n_layer": values.integer("block_count"),
+            "n_head": values.integer("attention.head_count"),
+            "n_inner": values.integer("feed_forward_length"),
+            "layer_norm_epsilon": values.number("attention.layer_norm_epsilon"),
         }
-    heads, width = value("attention.head_count"), value("embedding_length")
-    rotated = value("rope.dimension_count")
-    head_dim = value("attention.key_length") or (width // heads if heads and width else None)
-    if value("attention.value_length") not in (None, head_dim):
+    heads, width = values.integer("attention.head_count"), values.integer("embedding_length")
+    head_dim = values.integer("attention.key_length", width // heads)
+    if values.integer("attention.value_length", head_dim) != head_dim:
         raise ModelLoadError("attention.value_length other than attention.key_length is not served")
-    return shared | {
-        "hidden_size": width,
-        "intermediate_size": value("feed_forward_length"),
-        "num_hidden_layers": value("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": value("attention.head_count_kv"),
-        "head_dim": head_dim,
-        "max_position_embeddings": value("context_length"),
-        "rms_norm_eps": value("attention.layer_norm_rms_epsilon"),
-        "attention_bias": "blk.0.attn_q.bias" in tensors or "blk.0.attn_output.bias" in tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
-        "partial_rotary_factor": rotated / head_dim if rotated and head_dim else None,
-        "rope_parameters": _rope(value, tensors),
-    }
+    return (
+        shared
+        | {
+            "hidden_size": width,
+            "intermediate_size": values.integer("feed_forward_length"),
+            "num_hidden_layers": values.integer("block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": values.integer("attention.head_count_kv", heads),
+            "head_dim": head_dim,
+            "max_position_embeddings": values.integer("context_length"),
+            "rms_norm_eps": values.number("attention.layer_norm_rms_epsilon"),
+            "attention_bias": "blk.0.attn_q.bias" in tensors or "blk.0.attn_output.bias" in tensors,
+            "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+            "partial_rotary_factor": values.integer("rope.dimension_count", head_dim) / head_dim,
+            "rope_parameters": _rope(values, tensors),
+        }
+        | _sliding_window(architecture, values)
+    )
 
 
-def _rope(value: Callable[[str], Any], tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
-    kind = value("rope.scaling.type") or "none"
-    factor = value("rope.scaling.factor") or value("rope.scale_linear")
-    if kind == "none" and value("rope.scaling.type") is None and factor not in (None, 1.0):
-        kind = "linear"  # files older than rope.scaling.type
+def _sliding_window(architecture: str, values: Settings) -> dict[str, Any]:
+    if not values.get("attention.sliding_window"):
+        return {}
+    sliding = {"sliding_window": values.integer("attention.sliding_window"), "max_window_layers": 0}
+    if architecture == "llama":
+        return sliding | {"architectures": ["MistralForCausalLM"]}
+    return sliding | {"use_sliding_window": True}
+
+
+def _rope(values: Settings, tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
+    factor = values.get("rope.scaling.factor") or values.get("rope.scale_linear")
+    # Files older than rope.scaling.type give a factor alone, and mean linear.
+    kind = values.get("rope.scaling.type") or ("none" if factor in (None, 1.0) else "linear")
     parameters: dict[str, Any] = {
         "rope_type": "default" if kind == "none" else kind,
-        "rope_theta": value("rope.freq_base"),
+        "rope_theta": values.get("rope.freq_base"),
         "factor": factor,
-        "original_max_position_embeddings": value("rope.scaling.original_context_length"),
+        "original_max_position_embeddings": values.get("rope.scaling.original_context_length"),
     }
     if kind == "yarn":
-        parameters |= _yarn(value, factor)
+        parameters |= _yarn(values)
     if _ROPE_FACTORS in tensors:
         # llama.cpp applies llama3 scaling when it converts, and stores only what the frequencies are divided by.
-        parameters["frequency_factors"] = _dequantized(tensors[_ROPE_FACTORS]).tolist()
+        parameters["frequency_factors"] = _dequantized(tensors[_ROPE_FACTORS]).flatten().tolist()
     return parameters
 
 
-def _yarn(value: Callable[[str], Any], factor: float | None) -> dict[str, Any]:
-    if value("rope.scaling.yarn_log_multiplier") is not None:
-        raise ModelLoadError("rope.scaling.yarn_log_multiplier is not served")
-    scale = value("rope.scaling.attn_factor") or value("rope.scaling.yarn_attn_factor")
-    yarn: dict[str, Any] = {
-        "beta_fast": value("rope.scaling.yarn_beta_fast"),
-        "beta_slow": value("rope.scaling.yarn_beta_slow"),
+def _yarn(values: Settings) -> dict[str, Any]:
+    if values.number("rope.scaling.yarn_ext_factor", 1.0) != 1.0:
+        raise ModelLoadError("rope.scaling.yarn_ext_factor other than 1 is not served")
+    factor = values.number("rope.scaling.factor")
+    scale = values.number("rope.scaling.attn_factor", values.number("rope.scaling.yarn_attn_factor", 1.0))
+    return {
+        "beta_fast": values.get("rope.scaling.yarn_beta_fast"),
+        "beta_slow": values.get("rope.scaling.yarn_beta_slow"),
+        # llama.cpp multiplies the paper's factor by it; in a Hugging Face configuration the number replaces that.
+        "attention_factor": None if scale == 1.0 else scale * (0.1 * math.log(max(factor, 1.0)) + 1.0),
     }
-    if scale is not None and factor is not None:
-        # llama.cpp multiplies the paper's factor; in a Hugging Face configuration the number replaces it.
-        yarn["attention_factor"] = scale * (0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0)
-    return yarn
 
 
 def _gguf_name(name: str) -> str:
     """`model.layers.3.self_attn.q_proj.weight` is `blk.3.attn_q.weight`."""
     stem, _, kind = name.rpartition(".")
-    if stem in _NAMES:
-        return f"{_NAMES[stem]}.{kind}"
-    _, _, index, part = stem.split(".", 3)[-4:] if stem.startswith("model.") else ("", *stem.split(".", 3)[1:])
-    return f"blk.{index}.{_NAMES[part]}.{kind}"
+    layer = re.fullmatch(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.+)", stem)
+    return f"blk.{layer[1]}.{_NAMES[layer[2]]}.{kind}" if layer else f"{_NAMES[stem]}.{kind}"
 
 
 def _take(
     architecture: str, settings: Mapping[str, Any], tensors: Mapping[str, StoredTensor], unread: set[str]
-) -> Callable[[str, tuple[int, ...]], Tensor]:
+) -> Take:
     def take(name: str, shape: tuple[int, ...]) -> Tensor:
         stored_name = _gguf_name(name)
         if stored_name not in tensors:
             raise ModelLoadError(f"tensor {stored_name} ({name}) is missing")
         stored = tensors[stored_name]
         # GPT-2's linear weights are [in, out] in Hugging Face checkpoints alone.
-        transposed = architecture == "gpt2" and ".c_" in name and len(shape) == 2
+        transposed = architecture == "gpt2" and ".c_" in name
         check_shape(stored_name, stored.shape, shape[::-1] if transposed else shape)
         unread.discard(stored_name)
         tensor = _dequantized(stored)
-        if transposed:
-            return tensor.T
-        if architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
-            heads = settings["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
-            return _rotary_halves(tensor, heads or settings["num_attention_heads"])
-        return tensor
+        if architecture == "llama" and ".q_proj." in name:
+            return _rotary_halves(tensor, settings["num_attention_heads"])
+        if architecture == "llama" and ".k_proj." in name:
+            return _rotary_halves(tensor, settings["num_key_value_heads"])
+        return tensor.T if transposed and tensor.dim() == 2 else tensor
 
     return take
 

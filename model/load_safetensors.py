@@ -1,7 +1,7 @@
 """A folder as Hugging Face writes it: config.json, safetensors (one file or several), tokenizer.json."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from drumline.model.bpe_tokenizer import load_tokenizer_json
-from drumline.model.chat import ChatTemplate
+from drumline.model.chat import ChatTemplate, load_chat_template
 from drumline.model.checkpoint import Checkpoint, check_shape
 from drumline.model.errors import ModelLoadError
 from drumline.model.tokenizer import Tokenizer
 from drumline.model.transformer_lm import MODEL_TYPE as COURSE_MODEL
+from drumline.model.weights import Take
 from drumline.model.word_tokenizer import WordTokenizer
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -73,7 +74,7 @@ def _open(file: Path) -> Any:
         raise ModelLoadError(f"{file.name} is not a whole safetensors file: {error}") from error
 
 
-def _take(homes: Mapping[str, Any], unread: set[str]) -> Callable[[str, tuple[int, ...]], Tensor]:
+def _take(homes: Mapping[str, Any], unread: set[str]) -> Take:
     def take(name: str, shape: tuple[int, ...]) -> Tensor:
         # Checkpoints of a bare model (as OpenAI's GPT-2) leave the first part of each name out.
         stored_name = name if name in homes else name.partition(".")[2]
@@ -94,21 +95,4 @@ def _open_tokenizer(folder: Path, settings: Mapping[str, Any]) -> tuple[Tokenize
     if settings.get("model_type") == COURSE_MODEL:
         return WordTokenizer.load(folder / "vocabulary.json"), None
     tokenizer = load_tokenizer_json(folder)
-    return tokenizer, _chat_template(folder, tokenizer)
-
-
-def _chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
-    config_file = folder / "tokenizer_config.json"
-    config = _read_json(config_file) if config_file.exists() else {}
-    template_file = folder / "chat_template.jinja"
-    source = template_file.read_text("utf-8") if template_file.exists() else config.get("chat_template")
-    if isinstance(source, list):  # several named templates
-        source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
-    if not source:
-        return None
-
-    def text(key: str) -> str:
-        token = config.get(key) or ""
-        return str(token["content"]) if isinstance(token, dict) else str(token)
-
-    return ChatTemplate(source, tokenizer, text("bos_token"), text("eos_token"))
+    return tokenizer, load_chat_template(folder, tokenizer)

@@ -64,7 +64,9 @@ def load_model(
         weights: Weights = family.build_weights(checkpoint.take, config)
         _check_complete(checkpoint, config)
     except ModelLoadError as error:
-        raise error if str(path) in str(error) else ModelLoadError(f"{path}: {error}") from error
+        if str(path) in str(error):
+            raise
+        raise ModelLoadError(f"{path}: {error}") from error
     return LanguageModel(
         name=path.resolve().name if path.is_dir() else path.stem,
         config=config,
@@ -115,7 +117,7 @@ def _device(name: str) -> torch.device:
 def _family(settings: Mapping[str, Any]) -> ModuleType:
     names = settings.get("architectures") or [settings.get("model_type")]
     architecture = names[0] if isinstance(names, list) else names
-    if architecture not in FAMILIES:
+    if not isinstance(architecture, str) or architecture not in FAMILIES:
         raise ModelLoadError(f"architecture {architecture!r} is not served; known: {', '.join(FAMILIES)}")
     return FAMILIES[architecture]
 

@@ -40,7 +40,8 @@ def choose(
     """
     if not np.isfinite(logits).all():
         raise EngineFailed("the model's logits are not finite")
-    scores = penalised(logits, params, ids, prompt_length)
+    with np.errstate(over="ignore", invalid="ignore"):  # told below, as an error of this row
+        scores = penalised(logits, params, ids, prompt_length)
     scores = _processed(scores, ids, processors)
     scores = _masked(scores, params, blocked)
     best = int(np.argmax(scores))  # the smallest id on ties

@@ -1,14 +1,20 @@
 """How a row chooses its next token, as a user states it."""
 
-from typing import Self
+import re
+from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from drumline.model.errors import InvalidRequest
 from drumline.model.validated import Validated
 
 GREEDY_BELOW = 1e-4
 """A temperature at or below this is greedy: a division by it would only amplify rounding."""
+
+
+def _key_of_json(key: object) -> object:
+    """JSON spells the keys of an object as text."""
+    return int(key) if isinstance(key, str) and re.fullmatch(r"-?[0-9]+", key) else key
 
 
 class SamplingParams(Validated):
@@ -28,7 +34,7 @@ class SamplingParams(Validated):
     """Ids that the repetition penalty leaves alone."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = Field(default_factory=dict)
+    logit_bias: dict[Annotated[int, BeforeValidator(_key_of_json)], float] = Field(default_factory=dict)
     banned_ids: tuple[int, ...] = Field(default=(), strict=False)
     allowed_ids: tuple[int, ...] | None = Field(default=None, strict=False)
     """When given, only these ids may be chosen."""

@@ -19,7 +19,7 @@ class Validated(BaseModel):
         hide_input_in_errors=True,
     )
 
-    def __init__(self, **data: Any) -> None:
+    def __init__(self, /, **data: Any) -> None:
         try:
             super().__init__(**data)
         except ValidationError as error:

@@ -1,0 +1,42 @@
+import pytest
+
+from drumline.model.ledger import Ledger
+from tests.tiny import FAMILIES, tiny_model
+
+
+def ledger(layers: int, rows: int, kv_heads: int, tokens: int, head_dim: int, element_bytes: int) -> Ledger:
+    return Ledger(layers, rows, kv_heads, tokens, head_dim, element_bytes)
+
+
+@pytest.mark.parametrize(
+    ("given", "kv_bytes"),
+    [
+        (ledger(2, 1, 4, 16, 8, 4), 8 * 1024),
+        (ledger(2, 8, 4, 16, 8, 4), 64 * 1024),
+        (ledger(12, 1, 2, 1024, 64, 2), 6_291_456),
+        (ledger(12, 1, 8, 1024, 64, 2), 25_165_824),
+        (ledger(32, 1, 32, 4096, 128, 2), 2 * 1024**3),
+    ],
+    ids=["8 KiB", "64 KiB", "6.29 MB", "25.2 MB", "2 GiB"],
+)
+def test_figures_of_the_design(given: Ledger, kv_bytes: int):
+    assert given.kv_bytes == kv_bytes
+    assert given.kv_bytes_per_token * given.rows * given.tokens == kv_bytes
+
+
+def test_total_adds_the_weights():
+    assert Ledger(2, 8, 4, 16, 8, 4, weight_bytes=1000).total_bytes == 66_536
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_model_ledger_counts_each_tensor_once(family: str):
+    model = tiny_model(family)
+    tensors = {id(tensor): tensor.nbytes for tensor in model.weights.tensors()}
+    config = model.config
+    given = model.ledger(rows=3)
+    assert given.weight_bytes == sum(tensors.values())
+    assert given.kv_bytes == 2 * 2 * 3 * config.kv_heads * 32 * config.head_dim * 4
+    assert model.ledger(rows=3, tokens=8).kv_bytes == given.kv_bytes // 4
+    separate_head = 0 if config.tied_head else config.vocab_size * config.width * 4
+    assert model.weights.head.nbytes == config.vocab_size * config.width * 4
+    assert (model.weights.head is model.weights.embedding) == (separate_head == 0)
