@@ -14,6 +14,8 @@ from drumline.model.stop_reason import StopReason
 
 _RUNNING = -1
 _REASONS: tuple[StopReason, ...] = get_args(StopReason)
+_OWN_END: frozenset[StopReason] = frozenset(("eos", "stop", "budget", "window"))
+"""Reasons that a chosen token gives: the logits it was chosen from were finite, so the row's keys and values are."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,9 @@ class CachePool:
         return row
 
     def retire(self, row: int, reason: StopReason) -> None:
-        """End a row. After an `error` its keys and values are zeroed, for they may hold NaN."""
-        if reason == "error":
+        """End a row. Unless a token of its own ended it, its keys and values are zeroed, for they may hold NaN (also
+        those of a prompt that was stopped before its logits showed it)."""
+        if reason not in _OWN_END:
             self.kv.wipe(row)
         self._release(row)
         self.stop_reason[row] = _REASONS.index(reason)
@@ -120,6 +123,7 @@ class CachePool:
     def release(self, row: int) -> RowSnapshot:
         """Free a row whose sequence goes on later (preemption), and return what it needs for that."""
         snapshot = self.snapshot(row)
+        self.kv.wipe(row)
         self._release(row)
         return snapshot
 

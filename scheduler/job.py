@@ -122,11 +122,10 @@ class GenerationJob:
 
     def _timings(self, now: float) -> Timings:
         started = now if self.started_at is None else self.started_at
-        first = now if self.first_token_at is None else self.first_token_at
         return Timings(
             queued_s=started - self.submitted_at,
-            prefill_s=first - started,
-            decode_s=now - first,
-            first_token_s=None if self.first_token_at is None else first - self.submitted_at,
+            prefill_s=self.sequences[0].prefill_s,
+            decode_s=self.sequences[0].decode_s,
+            first_token_s=None if self.first_token_at is None else self.first_token_at - self.submitted_at,
             total_s=now - self.submitted_at,
         )

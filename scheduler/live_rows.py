@@ -37,8 +37,10 @@ class LiveRows:
         while self._pool.free and len(self._queue):
             sequence = self._queue.pop()
             self.by_row[self._pool.restore(sequence.saved)] = sequence
+            now = self._clock()
+            sequence.seated(now)
             if sequence.job.started_at is None:
-                sequence.job.started_at = self._clock()
+                sequence.job.started_at = now
 
     def sweep(self) -> None:
         """Act on what was asked since the last step: cancellations, deadlines, preemptions."""
@@ -57,7 +59,7 @@ class LiveRows:
         for outcome in outcomes:
             segment = outcome.segment
             sequence = self.by_row[segment.row]
-            sequence.steps.append(StepRecord(segment.length, segment.position, segment.end))
+            sequence.computed(StepRecord(segment.length, segment.position, segment.end), now)
             self._pool.advance(segment.row, segment.length)
             if outcome.error is not None:
                 self.retire(segment.row, "error", outcome.error)

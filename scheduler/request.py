@@ -119,7 +119,8 @@ class Usage:
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds: waiting for a row, prompt, generation, submit to first token, submit to end."""
+    """Seconds: waiting for a row; choice 0's passes over its prompt (and over windows that slid), and over single new
+    tokens; submit to first token; submit to end."""
 
     queued_s: float
     prefill_s: float

@@ -29,6 +29,8 @@ class Sequence:
         self.stop_reason: StopReason | None = None
         self.error: str | None = None
         self.token_times_s: list[float] = []
+        self.prefill_s = self.decode_s = 0.0
+        self._marked_at = 0.0
         self._detokenizer = Detokenizer(tokenizer)
         self._stop_strings = StopStrings(self.request.stop, self.request.keep_stop)
         self._text: list[str] = []
@@ -45,6 +47,19 @@ class Sequence:
     def cost_tokens(self) -> int:
         """What the sequence counts for in the queue's token bound."""
         return self.prompt_length + self.request.max_tokens
+
+    def seated(self, now: float) -> None:
+        """A row was given; time runs from here."""
+        self._marked_at = now
+
+    def computed(self, record: StepRecord, now: float) -> None:
+        """A pass of the row is done. Passes over a prompt, a slid window or a resumed row count as prefill."""
+        self.steps.append(record)
+        if self.token_ids and record.input_length == 1:
+            self.decode_s += now - self._marked_at
+        else:
+            self.prefill_s += now - self._marked_at
+        self._marked_at = now
 
     def accept(self, token_id: int, logprob: TokenLogprob | None) -> StopReason | None:
         """Take the token that this step chose; returns why the row ends with it, or None."""

@@ -46,13 +46,14 @@ class StopStrings:
         self.matched = False
 
     def push(self, text: str) -> str:
-        """Text that may leave now. Sets `matched` at the earliest match; nothing behind it ever leaves."""
+        """Text that may leave now. Sets `matched` at the match that is complete first (of those that end together, the
+        longest), so that the cut does not depend on how the text was divided; nothing behind it ever leaves."""
         if not self._stops or self.matched:
             return "" if self.matched else text
         self._held += text
         matches = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if matches:
-            at, stop = min(matches, key=lambda match: (match[0], len(match[1])))
+            at, stop = min(matches, key=lambda match: (match[0] + len(match[1]), match[0]))
             self.matched = True
             leaving, self._held = self._held[: at + len(stop) if self._keep else at], ""
             return leaving
