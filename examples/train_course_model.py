@@ -15,7 +15,6 @@ import torch
 
 from drumline import Request, Result, SamplingParams, Scheduler, load_model
 from drumline.model.reference import compare
-from drumline.model.text_generator import TextGenerator
 from drumline.model.transformer_lm import CourseConfig, TransformerLM, save_checkpoint
 from drumline.model.word_tokenizer import WordTokenizer
 
@@ -81,7 +80,7 @@ async def serve(folder: Path) -> None:
         results = {name: await job.result() for name, job in jobs.items()}
     for name, request in requests.items():
         report(name, request, results[name], model.window)
-    prompt_ids = TextGenerator(model).prompt_ids(LONG_PROMPT)
+    prompt_ids = model.encode_prompt(LONG_PROMPT)
     difference = compare(model, prompt_ids, results["long"].token_ids)
     print(f"\ncached against uncached, the long request again: largest logit difference {difference:.1e}")
 

@@ -42,6 +42,15 @@ class StepBatch:
         return sum(segment.length for segment in self.segments)
 
 
+@dataclass(frozen=True)
+class StepRecord:
+    """One forward pass of one row: tokens fed, and tokens cached before and after (0 and 0 where there is no cache)."""
+
+    input_length: int
+    cache_before: int
+    cache_after: int
+
+
 class KVStore(Protocol):
     """Keys and values of all rows, per layer `[rows, kv_heads, window, head_dim]`."""
 

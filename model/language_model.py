@@ -1,11 +1,13 @@
 """A loaded model: description, weights, tokenizer and chat template, in the precision they are served in."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from drumline.model.chat import ChatTemplate
 from drumline.model.config import ModelConfig
+from drumline.model.errors import InvalidRequest
 from drumline.model.ledger import Ledger
 from drumline.model.tokenizer import Tokenizer
 from drumline.model.weights import Weights
@@ -44,6 +46,19 @@ class LanguageModel:
     def dtype(self) -> torch.dtype:
         """The dtype of weights and activations."""
         return self.weights.embedding.dtype
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of a plain prompt, behind BOS where the tokenizer adds it (once); special tokens in it stay text."""
+        ids, bos = self.tokenizer.encode(text), self.tokenizer.bos_id
+        return [bos, *ids] if self.tokenizer.adds_bos and bos is not None and ids[:1] != [bos] else ids
+
+    def started(self, ids: Sequence[int]) -> list[int]:
+        """The ids, or BOS alone where there are none; raises `InvalidRequest` where the model has no BOS either."""
+        if ids:
+            return list(ids)
+        if self.tokenizer.bos_id is None:
+            raise InvalidRequest("prompt", "must not be empty: this model has no BOS token to start from")
+        return [self.tokenizer.bos_id]
 
     def ledger(self, rows: int, tokens: int | None = None) -> Ledger:
         """Bytes that the weights and a pool of `rows` rows of `tokens` tokens (default: the window) take."""

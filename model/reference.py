@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from drumline.model.batch import StepRecord
 from drumline.model.errors import InvalidRequest
 from drumline.model.language_model import LanguageModel
 from drumline.model.layers import causal_attention, feed_forward, normalise, project_qkv, rope_tables, rotate
@@ -24,7 +25,7 @@ from drumline.model.sampling_params import SamplingParams
 from drumline.model.stop_reason import StopReason
 
 Overflow = Literal["stop", "slide"]
-Feed = Callable[[Sequence[int]], tuple[Tensor, "StepRecord"]]
+Feed = Callable[[Sequence[int]], tuple[Tensor, StepRecord]]
 """All ids so far -> the newest position's logits `[vocab]`, and what it took."""
 
 
@@ -47,15 +48,6 @@ class Cache:
             keys, values = self.layers[layer]
             self.layers[layer] = (torch.cat((keys, key), dim=2), torch.cat((values, value), dim=2))
         return self.layers[layer]
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """One forward pass: tokens fed, and tokens cached before and after (0 and 0 where there is no cache)."""
-
-    input_length: int
-    cache_before: int
-    cache_after: int
 
 
 @dataclass(frozen=True)
@@ -288,11 +280,7 @@ def _stop_reason(chosen: int, generated: int, eos_ids: Sequence[int], rules: _Ru
 
 
 def _checked_prompt(model: LanguageModel, prompt_ids: Sequence[int], rules: _Rules) -> list[int]:
-    ids, vocab_size = list(prompt_ids), model.config.vocab_size
-    if not ids:
-        if model.tokenizer.bos_id is None:
-            raise InvalidRequest("prompt", "is empty, and this model has no BOS token to start from")
-        ids = [model.tokenizer.bos_id]
+    ids, vocab_size = model.started(prompt_ids), model.config.vocab_size
     for name, given in (("prompt_ids", ids), ("stop_ids", rules.stop_ids)):
         outside = [token_id for token_id in given if not 0 <= token_id < vocab_size]
         if outside:

@@ -32,17 +32,9 @@ class TextGenerator:
     def __init__(self, model: LanguageModel) -> None:
         self.model = model
 
-    def prompt_ids(self, prompt: str) -> list[int]:
-        """Ids of a prompt, behind BOS where the tokenizer adds it (once)."""
-        tokenizer = self.model.tokenizer
-        ids = tokenizer.encode(prompt)
-        if tokenizer.adds_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
-            ids = [tokenizer.bos_id, *ids]
-        return ids
-
     def stream(self, prompt: str, **options: Unpack[Options]) -> Generator[str, None, TextResult]:
         """Yield the text piece by piece, never half a character; the generator returns the `TextResult`."""
-        return self._pieces(stream_cached(self.model, self.prompt_ids(prompt), **options))
+        return self._pieces(stream_cached(self.model, self.model.encode_prompt(prompt), **options))
 
     def generate(
         self, prompt: str, on_text: Callable[[str], object] = _print, **options: Unpack[Options]

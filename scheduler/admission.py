@@ -54,23 +54,16 @@ class Admission:
 
     def _prompt_ids(self, request: Request) -> tuple[int, ...]:
         """The request's ids; BOS where the tokenizer adds it to text, and alone for an empty prompt."""
-        tokenizer = self._model.tokenizer
         if request.prompt_ids is not None:
-            ids = list(request.prompt_ids)
             self._check_ids("prompt_ids", request.prompt_ids)
+            ids = list(request.prompt_ids)
         elif request.messages is not None:
             if self._model.chat_template is None:
                 raise InvalidRequest("messages", f"the model {self._model.name} has no chat template")
             ids = self._model.chat_template.encode([message.model_dump() for message in request.messages])
         else:
-            ids = tokenizer.encode(request.prompt or "")
-            if tokenizer.adds_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
-                ids = [tokenizer.bos_id, *ids]
-        if not ids:
-            if tokenizer.bos_id is None:
-                raise InvalidRequest("prompt", "must not be empty: this model has no BOS token to start from")
-            ids = [tokenizer.bos_id]
-        return tuple(ids)
+            ids = self._model.encode_prompt(request.prompt or "")
+        return tuple(self._model.started(ids))
 
     def _check_ids(self, field: str, ids: tuple[int, ...]) -> None:
         vocab_size = self._model.config.vocab_size

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 from drumline.model.errors import InvalidRequest
 from drumline.model.language_model import LanguageModel
+from drumline.model.reference import uncached_positions
 from drumline.scheduler.admission import Admitted
 from drumline.scheduler.deliver import ChunkStream
 from drumline.scheduler.request import Chunk, Result, Timings, Usage
@@ -109,9 +110,7 @@ class GenerationJob:
             prompt_tokens=prompt,
             generated_tokens=self.generated,
             evaluated_positions=sum(record.input_length for s in self.sequences for record in s.steps),
-            uncached_positions=sum(
-                min(prompt + index, window) for s in self.sequences for index in range(len(s.token_ids))
-            ),
+            uncached_positions=sum(uncached_positions(prompt, len(s.token_ids), window) for s in self.sequences),
             window_recomputes=sum(s.window_recomputes for s in self.sequences),
             window_filled_step=self._window_filled_step(),
         )

@@ -5,10 +5,10 @@ from collections.abc import Sequence as Several
 
 from drumline.cache_pool.pool import CachePool
 from drumline.metrics.instruments import Instruments
+from drumline.model.batch import StepRecord
 from drumline.model.stop_reason import StopReason
 from drumline.scheduler.plan import Backlog
 from drumline.scheduler.queue import RequestQueue
-from drumline.scheduler.request import StepRecord
 from drumline.scheduler.sequence import Sequence
 from drumline.scheduler.step import RowOutcome
 
@@ -29,7 +29,7 @@ class LiveRows:
         self.by_row: dict[int, Sequence] = {}
 
     def backlogs(self) -> list[Backlog]:
-        """What each live row still has to compute, in the order the rows were taken."""
+        """What each live row still has to compute, in the order the rows were taken, or slid."""
         return [Backlog(row, self._pool.pending(row)) for row in self.by_row]
 
     def seat(self) -> None:
@@ -90,6 +90,7 @@ class LiveRows:
             self.retire(row, reason)
             return
         if self._pool.append(row, token_id):
+            self.by_row[row] = self.by_row.pop(row)  # its recompute queues up behind the prompts that wait already
             sequence.window_recomputes += 1
             self._instruments.window_recomputed()
         self._send(sequence)

@@ -25,7 +25,7 @@ class Portion:
 def plan_step(backlogs: Sequence[Backlog], step_tokens: int) -> list[Portion]:
     """Every decoding row steps; prompts, oldest first, share max(step_tokens − decoding rows, 16) tokens.
 
-    `backlogs` come in the order in which the rows were taken.
+    `backlogs` come in the order in which the rows were taken, or slid.
     """
     decoding = [Portion(backlog.row, 1) for backlog in backlogs if backlog.pending == 1]
     budget = max(step_tokens - len(decoding), MIN_PROMPT_TOKENS)

@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
+from drumline.model.batch import StepRecord
 from drumline.model.errors import DeadlineExceeded, EngineFailed, InvalidRequest, JobCancelled
 from drumline.model.sampling import Processor
 from drumline.model.sampling_params import SamplingParams
@@ -91,15 +92,6 @@ class Chunk:
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """One forward pass of one row: tokens fed, and tokens cached before and after."""
-
-    input_length: int
-    cache_before: int
-    cache_after: int
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,13 @@
 from typing import TYPE_CHECKING
 
 from drumline.cache_pool.pool import RowSnapshot
+from drumline.model.batch import StepRecord
 from drumline.model.detokenize import Detokenizer
 from drumline.model.random_state import RandomState
 from drumline.model.stop_reason import StopReason
 from drumline.model.tokenizer import Tokenizer
 from drumline.scheduler.admission import Admitted
-from drumline.scheduler.request import Choice, Chunk, StepRecord, TokenLogprob
+from drumline.scheduler.request import Choice, Chunk, TokenLogprob
 from drumline.scheduler.stop import StopStrings
 
 if TYPE_CHECKING:

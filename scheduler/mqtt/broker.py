@@ -107,16 +107,19 @@ class EmbeddedBroker:
 
     async def _launch(self, directory: Path) -> str | None:
         """Start the child and wait until both ports answer; otherwise returns its last words."""
+        for port in (self.port, self.port_v311):
+            # Checked first: whoever has the port already would answer in our child's stead.
+            if not _is_free(port):
+                return f"port {port} is taken"
         write_config = _mosquitto if self.kind == "mosquitto" else _iotcore
         self._child = child = _spawn(write_config(directory, self.port, self.port_v311), directory)
         with suppress(TimeoutError):
             async with asyncio.timeout(START_TIMEOUT_S):
-                for port in {self.port, self.port_v311}:
+                for port in (self.port, self.port_v311):
                     while child.poll() is None:
                         if await _answers(port):
                             break
                         await asyncio.sleep(POLL_S)
-                # A stranger may have answered while our child failed to take the port.
                 if child.poll() is None:
                     return None
         return await self._end_child()
@@ -211,6 +214,18 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        # On Unix: a port whose last connections are only lingering is free, as the brokers see it.
+        if os.name == "posix":
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+    return True
 
 
 async def _answers(port: int) -> bool:

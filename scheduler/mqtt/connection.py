@@ -32,7 +32,11 @@ Protocol = Literal[4, 5]
 DEFAULT_PORT = 1883
 MAX_UNCONFIRMED = 10
 """QoS 1 publishes on their way at once: below paho's own limit of 20, above which it would reorder QoS 0 past QoS 1."""
+CONNECT_TIMEOUT_S = 5.0
+ANSWER_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 2.0
+ABANDON_TIMEOUT_S = 0.2
+"""For a connection that never stood: nobody will answer, and the socket is closed at once."""
 NO_RETAINED = SubscribeOptions.RETAIN_DO_NOT_SEND
 FAILURE_CODES = 0x80
 
@@ -106,6 +110,7 @@ class Connection:
     def __init__(self, client: aiomqtt.Client, protocol: Protocol) -> None:
         self._client = client
         self._protocol = protocol
+        self._unconfirmed = asyncio.Semaphore(MAX_UNCONFIRMED)
 
     async def subscribe(self, *filters: str, retained: bool = False) -> None:
         """Subscribe at QoS 1. Without `retained`, an MQTT 5 broker is asked not to send retained messages at all."""
@@ -116,7 +121,7 @@ class Connection:
         else:
             topics = [(name, 1) for name in filters]
         with _typed_errors("filter"):
-            codes = await self._client.subscribe(topics)
+            codes = await self._client.subscribe(topics, timeout=ANSWER_TIMEOUT_S)
         for name, code in zip(filters, codes, strict=True):
             value = code.value if isinstance(code, ReasonCode) else code
             if isinstance(value, int) and value >= FAILURE_CODES:
@@ -127,6 +132,10 @@ class Connection:
 
         Raises `InvalidRequest("message")` for one that MQTT cannot carry; the connection is none the worse for it.
         """
+        async with self._unconfirmed:
+            await self._publish(message)
+
+    async def _publish(self, message: Message) -> None:
         with _typed_errors("message"):
             await self._client.publish(
                 message.topic,
@@ -134,6 +143,7 @@ class Connection:
                 qos=message.qos,
                 retain=message.retain,
                 properties=_properties(message) if self._protocol == 5 else None,
+                timeout=ANSWER_TIMEOUT_S,
             )
 
     async def messages(self) -> AsyncIterator[Message]:
@@ -162,7 +172,7 @@ async def connect(options: ConnectOptions) -> AsyncIterator[Connection]:
     try:
         yield Connection(client, options.protocol)
     finally:
-        await _leave(client)
+        await _leave(client, CLOSE_TIMEOUT_S)
 
 
 def _client(options: ConnectOptions) -> aiomqtt.Client:
@@ -183,6 +193,7 @@ def _client(options: ConnectOptions) -> aiomqtt.Client:
         clean_session=None if options.protocol == 5 else not persistent,
         clean_start=not persistent if options.protocol == 5 else MQTT_CLEAN_START_FIRST_ONLY,
         properties=properties,
+        timeout=CONNECT_TIMEOUT_S,
         keepalive=options.keepalive_s,
         logger=logger.getChild("aiomqtt"),
         # Without it a small message waits for the acknowledgement of the one before: tokens stall by 40 ms.
@@ -197,20 +208,20 @@ async def _enter(client: aiomqtt.Client, address: BrokerAddress) -> None:
     entering = asyncio.ensure_future(client.__aenter__())
     try:
         await asyncio.shield(entering)
-    except aiomqtt.MqttError as error:
-        await _leave(client)
+    except (aiomqtt.MqttError, ValueError) as error:
+        await _leave(client, ABANDON_TIMEOUT_S)
         raise BrokerError(f"cannot connect to {address.host}:{address.port}: {error}") from error
     except asyncio.CancelledError:
-        with suppress(aiomqtt.MqttError):
-            await entering
-        await _leave(client)
+        # Cancelling aiomqtt here would let its thread open a socket that nobody owns.
+        await asyncio.wait([entering])
+        await _leave(client, ABANDON_TIMEOUT_S if entering.exception() else CLOSE_TIMEOUT_S)
         raise
 
 
-async def _leave(client: aiomqtt.Client) -> None:
+async def _leave(client: aiomqtt.Client, timeout_s: float) -> None:
     """Disconnect. That a dead connection cannot be closed politely is no news: what broke it has been reported."""
     with suppress(aiomqtt.MqttError, TimeoutError):
-        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             await client.__aexit__(None, None, None)
     # Private: nobody may have been reading when the connection was lost, and asyncio would complain of the
     # exception that nobody saw. (A test pins the attribute.)

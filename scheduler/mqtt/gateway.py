@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
+from drumline.metrics.instruments import MessageKind
 from drumline.model.errors import InvalidRequest
 from drumline.scheduler.engine import Engine
 from drumline.scheduler.mqtt.codec import WorkerState, WorkerStatus
@@ -235,19 +236,23 @@ class Gateway:
                 jobs.bury(message, None, None, "internal", error)
 
     def _handle(self, message: Message, jobs: Jobs) -> None:
-        parsed = self._topics.parse(message.topic)
-        if parsed is not None and self._observer is not None:
-            self._observer.message("in", parsed.kind)
-        match parsed:
+        match self._topics.parse(message.topic):
             case (client, "submit", None):
+                self._count("submit")
                 jobs.submit(message, client)
             case (client, "cancel", str(job_id)):
+                self._count("cancel")
                 jobs.cancel(message, client, job_id)
             case (client, "get", str(job_id)):
+                self._count("get")
                 jobs.get(message, client, job_id)
             case _:
                 error = InvalidRequest("topic", f"client and job id must match {NAME.pattern}")
                 jobs.bury(message, None, None, "invalid", error)
+
+    def _count(self, kind: MessageKind) -> None:
+        if self._observer is not None:
+            self._observer.message("in", kind)
 
     async def _refresh(self, jobs: Jobs) -> None:
         while True:

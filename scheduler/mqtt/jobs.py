@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, cast
 
+from drumline.metrics.instruments import RejectReason
 from drumline.model.errors import DrumlineError, InvalidRequest, SchedulerClosed
 from drumline.scheduler.engine import Engine, Job
 from drumline.scheduler.mqtt.codec import (
@@ -206,7 +207,7 @@ class Jobs:
             self._count_rejection("invalid")
             self._reject(self._plain_reply(message, client, job_id), message, error)
             return
-        code = "too_large" if len(message.payload) > self._limits.submit_bytes else "unparsable"
+        code: RejectReason = "too_large" if len(message.payload) > self._limits.submit_bytes else "unparsable"
         self._count_rejection(code)
         self.bury(message, client, None, code, error)
 
@@ -361,7 +362,7 @@ class Jobs:
             with_properties=_speaks_v5(message),
         )
 
-    def _count_rejection(self, reason: str) -> None:
+    def _count_rejection(self, reason: RejectReason) -> None:
         """For what the engine never saw; it counts for itself what it refuses."""
         if self._observer is not None:
             self._observer.rejected(reason)

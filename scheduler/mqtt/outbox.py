@@ -12,6 +12,7 @@ from collections.abc import Hashable
 from dataclasses import replace
 from typing import Protocol
 
+from drumline.metrics.instruments import Direction, MessageKind, RejectReason
 from drumline.model.errors import InvalidRequest
 from drumline.scheduler.mqtt.codec import encode_chunk
 from drumline.scheduler.mqtt.connection import MAX_UNCONFIRMED, Connection, Message
@@ -27,27 +28,27 @@ DEFAULT_ROOM = 10_000
 class Observer(Protocol):
     """Counts what happens at the edge; the exporter implements it."""
 
-    def message(self, direction: str, kind: str) -> None:
+    def message(self, direction: Direction, kind: MessageKind) -> None:
         """A message came (`in`) or was handed to the broker (`out`)."""
 
     def connected(self, up: bool) -> None:
         """The connections to the broker stand, or not all of them do."""
 
-    def rejected(self, reason: str) -> None:
+    def rejected(self, reason: RejectReason) -> None:
         """A job was refused."""
 
 
 class Reply(Protocol):
     """Turns a payload into a message to whoever asked; where that is may change while the message waits."""
 
-    def message(self, kind: str, payload: bytes, qos: int = 1) -> Message:
+    def message(self, kind: MessageKind, payload: bytes, qos: int = 1) -> Message:
         """The message to publish."""
 
 
 class Ready:
     """A waiting message; a newer one may take its place."""
 
-    def __init__(self, kind: str, message: Message, key: Hashable = None) -> None:
+    def __init__(self, kind: MessageKind, message: Message, key: Hashable = None) -> None:
         self.kind = kind
         self.key = key
         self._message = message
@@ -69,7 +70,7 @@ class Ready:
 class Growing:
     """A waiting chunk, which takes in the next ones while it waits."""
 
-    kind = "chunk"
+    kind: MessageKind = "chunk"
     lasting = False
 
     def __init__(self, reply: Reply, chunk: Chunk, key: Hashable) -> None:
@@ -120,7 +121,7 @@ class Outbox:
     def __len__(self) -> int:
         return len(self._waiting) + len(self._on_their_way)
 
-    def put(self, kind: str, message: Message, key: Hashable = None) -> None:
+    def put(self, kind: MessageKind, message: Message, key: Hashable = None) -> None:
         """Queue a message; with a `key`, in the place of the one that waits under it."""
         if message.qos == 0 and not self._takes_transient:
             return

@@ -56,9 +56,7 @@ class TestCausalAttention:
         assert torch.equal(causal_attention(query, key, value, 2), before)
 
     @settings(deadline=None, max_examples=30)
-    @given(
-        time=st.integers(1, 6), cached=st.integers(0, 6), spare=st.integers(0, 3), group=st.sampled_from([1, 2, 3])
-    )
+    @given(time=st.integers(1, 6), cached=st.integers(0, 6), spare=st.integers(0, 3), group=st.sampled_from([1, 2, 3]))
     def test_equals_scaled_dot_product_attention(self, time: int, cached: int, spare: int, group: int):
         total = cached + time + spare
         query, key, value = randn(2, 2 * group, time, 8), randn(2, 2, total, 8, seed=1), randn(2, 2, total, 8, seed=2)

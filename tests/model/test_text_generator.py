@@ -47,8 +47,8 @@ def test_pieces_come_one_by_one(generator):
 
 
 def test_bos_comes_first_and_once(generator):
-    assert generator.prompt_ids("") == [0]
-    assert generator.prompt_ids("the") == [0, *generator.model.tokenizer.encode("the")]
+    assert generator.model.encode_prompt("") == [0]
+    assert generator.model.encode_prompt("the") == [0, *generator.model.tokenizer.encode("the")]
     assert generator.generate("", max_tokens=1, ignore_eos=True).run.prompt_tokens == 1
 
 

@@ -9,7 +9,6 @@ from uuid import uuid4
 
 from drumline import Request, Scheduler
 from drumline.model.language_model import LanguageModel
-from drumline.scheduler.engine import Statistics
 from drumline.scheduler.job import GenerationJob
 from drumline.scheduler.mqtt.broker import EmbeddedBroker
 from drumline.scheduler.mqtt.connection import (
@@ -23,11 +22,19 @@ from drumline.scheduler.mqtt.connection import (
 )
 from drumline.scheduler.mqtt.gateway import Gateway, GatewayOptions
 from drumline.scheduler.mqtt.topics import Topics
-from tests.drive import Gate
+from tests.drive import Gate, generate
 from tests.tiny import tiny_model
 
 PATIENCE_S = 20.0
 MODEL = tiny_model()
+BODY = {"prompt": "drum", "max_tokens": 6, "ignore_eos": True}
+RESULT_KEYS = ["job_id", "status", "stop_reason", "choices", "text", "token_ids", "usage", "timings", "error"]
+
+
+async def expected_ids(**body: object) -> list[int]:
+    """What the scheduler says without MQTT."""
+    [result] = await generate(MODEL, Request(**body), rows=1)
+    return list(result.token_ids)
 
 
 def address(broker: EmbeddedBroker, protocol: Protocol = 5) -> BrokerAddress:
@@ -93,24 +100,14 @@ class HeldScheduler:
     def __init__(self, scheduler: Scheduler, gate: Gate) -> None:
         self._scheduler = scheduler
         self._gate = gate
-
-    async def submit(self, request: Request) -> GenerationJob:
-        return await self._scheduler.submit(self._held(request))
+        self.jobs: list[GenerationJob] = []
 
     def submit_nowait(self, request: Request) -> GenerationJob:
-        return self._scheduler.submit_nowait(self._held(request))
+        self.jobs.append(self._scheduler.submit_nowait(request.model_copy(update={"processors": (self._gate,)})))
+        return self.jobs[-1]
 
-    async def drain(self, timeout: float | None = None) -> None:
-        await self._scheduler.drain(timeout)
-
-    def queue_position(self, job_id: str) -> int | None:
-        return self._scheduler.queue_position(job_id)
-
-    def statistics(self) -> Statistics:
-        return self._scheduler.statistics()
-
-    def _held(self, request: Request) -> Request:
-        return request.model_copy(update={"processors": (self._gate,)})
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
 
 
 class Counts:
@@ -137,6 +134,7 @@ async def serving(
     topics: Topics,
     *,
     gate: Gate | None = None,
+    wrap: Callable[[Scheduler], Any] | None = None,
     model: LanguageModel = MODEL,
     options: GatewayOptions | None = None,
     observer: Counts | None = None,
@@ -146,8 +144,12 @@ async def serving(
 ) -> AsyncIterator[Gateway]:
     """A scheduler over the tiny model, and a gateway before it."""
     async with Scheduler(model, **({"rows": 2} | settings)) as scheduler:
+        if gate is not None:
+            engine: Any = HeldScheduler(scheduler, gate)
+        else:
+            engine = scheduler if wrap is None else wrap(scheduler)
         gateway = Gateway(
-            scheduler if gate is None else HeldScheduler(scheduler, gate),
+            engine,
             where,
             worker=worker or f"w-{uuid4().hex[:8]}",
             version="test",

@@ -49,7 +49,9 @@ async def test_choices_seed_and_logprobs_come_back(broker: EmbeddedBroker, topic
     assert [choice.token_ids for choice in result.choices] == [choice.token_ids for choice in expected.choices]
     for choice, other in zip(result.choices, expected.choices, strict=True):
         assert [entry.id for entry in choice.logprobs] == list(choice.token_ids)
-        assert [entry.logprob for entry in choice.logprobs] == pytest.approx([entry.logprob for entry in other.logprobs])
+        assert [entry.logprob for entry in choice.logprobs] == pytest.approx(
+            [entry.logprob for entry in other.logprobs]
+        )
 
 
 async def test_cancel_and_get(broker: EmbeddedBroker, topics: Topics):
@@ -69,33 +71,35 @@ async def test_cancel_and_get(broker: EmbeddedBroker, topics: Topics):
 
 async def test_refusals_are_the_schedulers_own_errors(broker: EmbeddedBroker, topics: Topics):
     gate = Gate()
-    async with serving(address(broker), topics, gate=gate, rows=1, queue_requests=1) as gateway:
-        async with client_of(broker, topics, name="a") as client:
-            with pytest.raises(InvalidRequest, match=r"sampling\.banned_ids") as invalid:
-                await client.submit(**BODY, sampling={"banned_ids": [10**6]})
-            assert invalid.value.field == "sampling.banned_ids"
-            with pytest.raises(InvalidRequest, match="processors"):
-                await client.submit(**BODY, processors=[print])
-            runs = await client.submit(**BODY)
-            await gate.arrived()
-            waits = await client.submit(**BODY)
-            with pytest.raises(QueueFull) as full:
-                await client.submit(**BODY)
-            assert (full.value.bound, full.value.limit, full.value.queued) == ("requests", 1, 1)
-            with pytest.raises(InvalidRequest, match="still open"):
-                await client.submit(**BODY, id=runs.id)
-            async with client_of(broker, topics, name="a") as twin:
-                with pytest.raises(InvalidRequest, match="in use by a different job"):
-                    await twin.submit("something else", id=runs.id)
-            stopping = asyncio.create_task(gateway.stop())
-            async with device(address(broker), f"{topics.prefix}/workers/#") as this:
-                await this.next(lambda message: b'"draining"' in message.payload)
-            with pytest.raises(SchedulerClosed):
-                await client.submit(**BODY)
-            gate.open()
-            await stopping
-            [expected] = await generate(MODEL, Request(**BODY), rows=1)
-            assert (await runs.result()).token_ids == (await waits.result()).token_ids == expected.token_ids
+    async with (
+        serving(address(broker), topics, gate=gate, rows=1, queue_requests=1) as gateway,
+        client_of(broker, topics, name="a") as client,
+    ):
+        with pytest.raises(InvalidRequest, match=r"sampling\.banned_ids") as invalid:
+            await client.submit(**BODY, sampling={"banned_ids": [10**6]})
+        assert invalid.value.field == "sampling.banned_ids"
+        with pytest.raises(InvalidRequest, match="processors"):
+            await client.submit(**BODY, processors=[print])
+        runs = await client.submit(**BODY)
+        await gate.arrived()
+        waits = await client.submit(**BODY)
+        with pytest.raises(QueueFull) as full:
+            await client.submit(**BODY)
+        assert (full.value.bound, full.value.limit, full.value.queued) == ("requests", 1, 1)
+        with pytest.raises(InvalidRequest, match="still open"):
+            await client.submit(**BODY, id=runs.id)
+        async with client_of(broker, topics, name="a") as twin:
+            with pytest.raises(InvalidRequest, match="in use by a different job"):
+                await twin.submit("something else", id=runs.id)
+        stopping = asyncio.create_task(gateway.stop())
+        async with device(address(broker), f"{topics.prefix}/workers/#") as this:
+            await this.next(lambda message: b'"draining"' in message.payload)
+        with pytest.raises(SchedulerClosed):
+            await client.submit(**BODY)
+        gate.open()
+        await stopping
+        [expected] = await generate(MODEL, Request(**BODY), rows=1)
+        assert (await runs.result()).token_ids == (await waits.result()).token_ids == expected.token_ids
 
 
 async def test_a_job_is_sent_again_until_a_worker_takes_it(broker: EmbeddedBroker, topics: Topics):

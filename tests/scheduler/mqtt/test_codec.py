@@ -1,5 +1,6 @@
 import json
 import string
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
@@ -223,17 +224,16 @@ def test_wrong_jobs_name_their_field(payload: bytes):
 
 @given(st.binary(max_size=200))
 def test_any_bytes_parse_or_raise_the_typed_error(payload: bytes):
-    try:
-        parse_submit(payload)
-    except InvalidRequest as error:
-        assert error.field
+    with suppress(InvalidRequest):
+        assert parse_submit(payload).id.encode() in payload
     assert read_id(payload) is None or read_id(payload).encode() in payload
 
 
 def test_size_is_checked_before_anything_else():
     fits = json.dumps({"id": "j", "prompt": ""}).encode()
     fits = fits.replace(b'""', b'"' + b"x" * (MAX_SUBMIT_BYTES - len(fits)) + b'"')
-    assert len(parse_submit(fits).prompt) == MAX_SUBMIT_BYTES - 27
+    assert len(fits) == MAX_SUBMIT_BYTES
+    assert parse_submit(fits).id == "j"
     with pytest.raises(InvalidRequest, match=f"is {MAX_SUBMIT_BYTES + 1} bytes long, the limit is {MAX_SUBMIT_BYTES}"):
         parse_submit(fits + b" ")
     assert read_id(fits) == "j"

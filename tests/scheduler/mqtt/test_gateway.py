@@ -5,22 +5,14 @@ import json
 
 import pytest
 
-from drumline import Request
+from drumline import InvalidRequest, Scheduler
 from drumline.scheduler.mqtt.broker import EmbeddedBroker
-from drumline.scheduler.mqtt.gateway import GatewayOptions
+from drumline.scheduler.mqtt.connection import BrokerAddress
+from drumline.scheduler.mqtt.gateway import Gateway, GatewayOptions
 from drumline.scheduler.mqtt.jobs import Limits
 from drumline.scheduler.mqtt.topics import Topics
-from tests.drive import Gate, generate
-from tests.scheduler.mqtt.support import MODEL, Counts, address, device, serving
-
-BODY = {"prompt": "drum", "max_tokens": 6, "ignore_eos": True}
-RESULT_KEYS = ["job_id", "status", "stop_reason", "choices", "text", "token_ids", "usage", "timings", "error"]
-
-
-async def expected_ids(**body: object) -> list[int]:
-    """What the scheduler says without MQTT."""
-    [result] = await generate(MODEL, Request(**body), rows=1)
-    return list(result.token_ids)
+from tests.drive import Gate
+from tests.scheduler.mqtt.support import BODY, MODEL, RESULT_KEYS, Counts, address, device, expected_ids, serving
 
 
 async def test_a_job_with_a_response_topic_is_answered_there(broker: EmbeddedBroker, topics: Topics):
@@ -167,152 +159,6 @@ async def test_the_same_job_again_joins_and_later_gets_the_same_bytes(broker: Em
     assert json.loads(first.payload)["token_ids"] == await expected_ids(**BODY)
 
 
-@pytest.mark.parametrize("body", [BODY | {"max_tokens": 5}, BODY | {"max_tokens": -1}])
-async def test_another_job_under_a_running_id_is_refused_beside_it(
-    broker: EmbeddedBroker, topics: Topics, body: dict[str, object]
-):
-    gate, counts = Gate(), Counts()
-    async with (
-        serving(address(broker), topics, gate=gate, rows=1, observer=counts),
-        device(address(broker), f"{topics.client('a')}/#", topics.dead) as this,
-    ):
-        await this.send(topics.submit("a"), BODY | {"id": "j"})
-        await gate.arrived()
-        await this.send(topics.submit("a"), body | {"id": "j"}, user_properties=(("firmware", "7"),))
-        refusal = await this.next(lambda message: message.topic == topics.dead)
-        state = await this.next(lambda message: ("code", "duplicate_id") in message.user_properties)
-        gate.open()
-        result = await this.body("/result")
-    letter = json.loads(refusal.payload)
-    assert (letter["code"], letter["client"], letter["job_id"]) == ("duplicate_id", "a", "j")
-    assert dict(refusal.user_properties)["code"] == "duplicate_id"
-    assert (state.topic, json.loads(state.payload)["state"]) == (topics.state("a", "j"), "running")
-    assert (result["status"], result["token_ids"]) == ("completed", await expected_ids(**BODY))
-    assert "duplicate_id" in counts.rejections
-
-
-async def test_a_retained_job_is_ignored(broker: EmbeddedBroker, topics: Topics):
-    async with device(address(broker), f"{topics.client('a')}/jobs/#", topics.dead) as this:
-        await this.send(topics.submit("a"), BODY | {"id": "stale"}, retain=True)
-        # A 3.1.1 worker cannot ask the broker to keep retained messages to itself, so it must ignore them.
-        async with serving(address(broker, 4), topics, options=GatewayOptions(protocol=4, refresh_s=0.02)):
-            await this.send(topics.submit("a"), BODY | {"id": "fresh"})
-            assert (await this.body("/result"))["job_id"] == "fresh"
-            await this.send(topics.get("a", "stale"))
-            assert (await this.body("stale/state"))["state"] == "unknown"
-
-
-POISON = {
-    "not UTF-8": (b'{"id": "bad", "prompt": "\xff"}', "unparsable", "payload"),
-    "not JSON": (b"hello", "unparsable", "payload"),
-    "empty": (b"", "unparsable", "payload"),
-    "no object": (b"[1]", "unparsable", "payload"),
-    "no id": (b'{"prompt": "x"}', "unparsable", "id"),
-    "nested 10,000 deep": (b'{"id":"bad","prompt":' + b"[" * 10_000 + b"]" * 10_000 + b"}", "unparsable", "payload"),
-    "10 MB": (b'{"id":"bad","prompt":"' + b"x" * 10_000_000 + b'"}', "too_large", "payload"),
-}
-
-
-@pytest.mark.parametrize("name", POISON)
-async def test_poison_between_two_jobs_changes_neither(broker: EmbeddedBroker, topics: Topics, name: str):
-    payload, code, field = POISON[name]
-    counts = Counts()
-    async with (
-        serving(address(broker), topics, observer=counts),
-        device(address(broker), f"{topics.client('a')}/jobs/#", topics.dead) as this,
-    ):
-        await this.send(topics.submit("a"), BODY | {"id": "before"})
-        await this.send(topics.submit("a"), payload)
-        await this.send(topics.submit("a"), BODY | {"id": "after"})
-        bodies = []
-        while len(bodies) < 3:
-            message = await this.next(lambda message: message.topic == topics.dead or b'"status"' in message.payload)
-            bodies.append(json.loads(message.payload))
-    [letter] = [body for body in bodies if "reason" in body]
-    assert (letter["code"], letter["field"], letter["payload_bytes"]) == (code, field, len(payload))
-    assert (letter["topic"], letter["client"]) == (topics.submit("a"), "a")
-    expected = await expected_ids(**BODY)
-    assert {body["job_id"]: body["token_ids"] for body in bodies if "status" in body} == {
-        "before": expected,
-        "after": expected,
-    }
-    assert counts.rejections == [code]
-
-
-WRONG = {
-    "unknown field": ({"colour": "red"}, "colour"),
-    "wrong type": ({"max_tokens": "six"}, "max_tokens"),
-    "negative budget": ({"max_tokens": -1}, "max_tokens"),
-    "NaN": ({"sampling": {"temperature": float("nan")}}, "sampling.temperature"),
-    "top_p": ({"sampling": {"top_p": 1.5}}, "sampling.top_p"),
-    "two prompts": ({"prompt_ids": [5]}, "prompt"),
-    "id outside the vocabulary": ({"sampling": {"banned_ids": [10**6]}}, "sampling.banned_ids"),
-    "prompt longer than the window": ({"prompt": "x" * 40}, "prompt"),
-    "reply topic with a wildcard": ({"response_topic": "a/#"}, "response_topic"),
-    "reply topic with NUL": ({"response_topic": "a\0b"}, "response_topic"),
-    "reply topic of the broker": ({"response_topic": "$SYS/x"}, "response_topic"),
-    "reply topic of somebody else": ({"response_topic": "elsewhere/x"}, "response_topic"),
-    "reply topic of 70,000 characters": ({"response_topic": "x" * 70_000}, "response_topic"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-async def test_a_wrong_field_is_named_to_the_sender(broker: EmbeddedBroker, topics: Topics, name: str):
-    fields, field = WRONG[name]
-    async with (
-        serving(address(broker), topics),
-        device(address(broker), f"{topics.client('a')}/jobs/#") as this,
-    ):
-        await this.send(topics.submit("a"), BODY | {"id": "j"} | fields)
-        body = await this.body("j/result")
-        await this.send(topics.submit("a"), BODY | {"id": "j"})  # a refused id is free
-        assert (await this.body("j/result"))["token_ids"] == await expected_ids(**BODY)
-    assert list(body) == RESULT_KEYS
-    assert (body["status"], body["stop_reason"], body["choices"]) == ("rejected", None, [])
-    assert (body["error"]["code"], body["error"]["field"]) == ("invalid", field)
-    assert body["error"]["message"]
-
-
-async def test_a_reply_topic_that_we_would_hear_ourselves_is_refused(broker: EmbeddedBroker, topics: Topics):
-    async with (
-        serving(address(broker), topics),
-        device(address(broker), f"{topics.client('a')}/jobs/#") as this,
-    ):
-        await this.send(topics.submit("a"), BODY | {"id": "j"}, response_topic=topics.submit("a"))
-        body = await this.body("j/result")
-    assert (body["status"], body["error"]["field"]) == ("rejected", "response_topic")
-
-
-async def test_a_client_name_that_is_none_is_put_on_record(broker: EmbeddedBroker, topics: Topics):
-    async with serving(address(broker), topics), device(address(broker), topics.dead) as this:
-        await this.send(f"{topics.prefix}/clients/no name/submit", BODY | {"id": "j"})
-        letter = json.loads((await this.next()).payload)
-    assert (letter["code"], letter["field"], letter["client"]) == ("invalid", "topic", None)
-
-
-async def test_a_full_queue_rejects_and_says_how_full(broker: EmbeddedBroker, topics: Topics):
-    gate = Gate()
-    async with (
-        serving(address(broker), topics, gate=gate, rows=1, queue_requests=1),
-        device(address(broker), f"{topics.client('a')}/jobs/#") as this,
-    ):
-        await this.send(topics.submit("a"), BODY | {"id": "runs"})
-        await gate.arrived()
-        await this.send(topics.submit("a"), BODY | {"id": "waits"})
-        await this.send(topics.submit("a"), BODY | {"id": "over"})
-        body = await this.body("over/result")
-        gate.open()
-        results = [await this.body("/result") for _ in range(2)]
-    assert body["status"] == "rejected"
-    assert {key: body["error"][key] for key in ("code", "field", "limit", "queued")} == {
-        "code": "queue_full",
-        "field": "requests",
-        "limit": 1,
-        "queued": 1,
-    }
-    assert [result["token_ids"] for result in results] == [await expected_ids(**BODY)] * 2
-
-
 async def test_message_expiry_is_the_deadline_where_the_body_has_none(broker: EmbeddedBroker, topics: Topics):
     gate, now_s = Gate(), 0.0
     async with (
@@ -397,3 +243,61 @@ async def test_jobs_sent_while_the_worker_is_away_wait_at_the_broker(broker: Emb
         await this.send(topics.submit("a"), BODY | {"id": "meanwhile"})
         async with serving(address(broker), topics, worker="back-soon"):
             assert (await this.body("/result"))["token_ids"] == await expected_ids(**BODY)
+
+
+async def test_only_so_many_results_are_remembered(broker: EmbeddedBroker, topics: Topics):
+    options = GatewayOptions(refresh_s=0.02, limits=Limits(remembered_results=1))
+    async with (
+        serving(address(broker), topics, options=options),
+        device(address(broker), f"{topics.client('a')}/jobs/#") as this,
+    ):
+        for name in ("old", "new"):
+            await this.send(topics.submit("a"), BODY | {"id": name})
+            await this.body(f"{name}/result")
+            await this.send(topics.get("a", "old"))
+            assert (await this.body("old/state"))["state"] == ("done" if name == "old" else "unknown")
+
+
+async def test_an_allowed_prefix_may_receive_answers(broker: EmbeddedBroker, topics: Topics):
+    options = GatewayOptions(refresh_s=0.02, reply_prefixes=(f"{topics.prefix}/house",))
+    async with (
+        serving(address(broker), topics, options=options),
+        device(address(broker), f"{topics.prefix}/house/#") as this,
+    ):
+        await this.send(topics.submit("a"), BODY | {"id": "j"}, response_topic=f"{topics.prefix}/house/lamp")
+        assert json.loads((await this.reply("result")).payload)["status"] == "completed"
+
+
+async def test_a_cancelled_worker_says_that_it_is_gone(broker: EmbeddedBroker, topics: Topics):
+    async with device(address(broker), topics.worker_status("w")) as this, Scheduler(MODEL) as scheduler:
+        gateway = Gateway(scheduler, address(broker), worker="w", topics=topics)
+        running = asyncio.create_task(gateway.run())
+        await gateway.ready()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert json.loads((await this.next(lambda message: b'"offline"' in message.payload)).payload)["worker"] == "w"
+
+
+async def test_an_error_in_the_host_ends_the_worker_at_once(broker: EmbeddedBroker, topics: Topics):
+    gate = Gate()
+    async with device(address(broker), f"{topics.prefix}/#") as this:
+
+        async def host() -> None:
+            async with serving(address(broker), topics, gate=gate, rows=1, worker="w"):
+                await this.send(topics.submit("a"), BODY | {"id": "j"})
+                await gate.arrived()
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            await host()
+        await this.next(lambda message: b'"offline"' in message.payload)
+
+
+async def test_a_worker_name_is_checked_and_stop_before_run_is_harmless(topics: Topics):
+    scheduler = Scheduler(MODEL)
+    with pytest.raises(InvalidRequest) as wrong:
+        Gateway(scheduler, BrokerAddress("127.0.0.1"), worker="a/b", topics=topics)
+    assert wrong.value.field == "worker"
+    await Gateway(scheduler, BrokerAddress("127.0.0.1"), topics=topics).stop()
+    await scheduler.close()

@@ -6,7 +6,7 @@ from drumline import InvalidRequest
 from drumline.scheduler.mqtt.topics import JOB_KINDS, MAX_TOPIC_BYTES, ParsedTopic, Topics, check_reply_topic
 
 names = st.text("ABCxyz019_-", min_size=1, max_size=64)
-prefixes = st.lists(st.text("abc1/é ", min_size=1, max_size=5), min_size=1, max_size=3).map("/".join)
+prefixes = st.lists(st.text("abc1é ", min_size=1, max_size=5), min_size=1, max_size=3).map("/".join)
 
 
 def test_the_names_of_the_contract():

@@ -1,0 +1,198 @@
+"""The adapter around aiomqtt, and the outbox that sends through it."""
+
+import asyncio
+import json
+import socket
+
+import pytest
+
+from drumline import InvalidRequest
+from drumline.scheduler.mqtt.broker import EmbeddedBroker
+from drumline.scheduler.mqtt.connection import (
+    BrokerAddress,
+    BrokerError,
+    ConnectOptions,
+    Message,
+    connect,
+    parse_broker_url,
+)
+from drumline.scheduler.mqtt.jobs import Reply
+from drumline.scheduler.mqtt.outbox import MAX_COALESCED_TOKENS, Outbox
+from drumline.scheduler.mqtt.topics import Topics
+from drumline.scheduler.request import Chunk
+from tests.scheduler.mqtt.support import Network, address, device
+
+
+def test_broker_urls():
+    assert parse_broker_url("mqtt://broker.local") == BrokerAddress("broker.local", 1883)
+    assert parse_broker_url("mqtt://[::1]:2000/") == BrokerAddress("::1", 2000)
+    named = parse_broker_url("mqtt://me:p%40ss%3A@host:18830")
+    assert named == BrokerAddress("host", 18830, "me", "p@ss:")
+    assert "p@ss" not in repr(named)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "", "host", "host:1883", "http://host", "mqtt://", "mqtt://:1883", "mqtt://secret@", "mqtt://secret@host:0",
+        "mqtt://secret@host:99999", "mqtt://secret@host:x", "mqtt://secret@host/path", "mqtt://secret@host?a=b",
+        "mqtt://secret@host#x", "mqtt://secret@[::1", "ws://secret@host",
+    ],
+)  # fmt: skip
+def test_other_urls_are_refused_without_repeating_a_password(url: str):
+    with pytest.raises(InvalidRequest) as wrong:
+        parse_broker_url(url)
+    assert wrong.value.field == "broker"
+    assert "secret" not in str(wrong.value)
+
+
+def test_tls_is_refused_by_name():
+    with pytest.raises(InvalidRequest, match=r"TLS \(mqtts\) is not supported yet"):
+        parse_broker_url("mqtts://host")
+
+
+async def test_properties_arrive_as_they_were_sent(broker: EmbeddedBroker, topics: Topics):
+    sent = Message(
+        topic=f"{topics.prefix}/x",
+        payload=b"\x00\xff",
+        qos=1,
+        response_topic="re/ply",
+        correlation_data=b"\x00\x01",
+        user_properties=(("kind", "a"), ("kind", "b"), ("ü", "")),
+        message_expiry_s=60,
+    )
+    async with device(address(broker), f"{topics.prefix}/#") as this:
+        await this._connection.publish(sent)
+        assert await this.next() == sent
+
+
+async def test_tokens_do_not_wait_for_acknowledgements(broker: EmbeddedBroker):
+    """Also pins the private attributes of aiomqtt that the adapter (`_disconnected`) and this test rely on."""
+    async with connect(ConnectOptions(address(broker), "nodelay")) as connection:
+        paho_socket = connection._client._client.socket()
+        assert paho_socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
+        assert isinstance(connection._client._disconnected, asyncio.Future)
+
+
+async def test_a_message_that_mqtt_cannot_carry_costs_no_connection(broker: EmbeddedBroker, topics: Topics):
+    async with device(address(broker), f"{topics.prefix}/#") as this:
+        with pytest.raises(InvalidRequest) as wrong:
+            await this._connection.publish(Message(f"{topics.prefix}/#", b"", qos=1))
+        assert wrong.value.field == "message"
+        await this.send(f"{topics.prefix}/x", b"still here")
+        assert (await this.next()).payload == b"still here"
+
+
+async def test_a_lost_connection_is_a_broker_error_to_all(broker: EmbeddedBroker):
+    async with Network(address(broker)) as network:
+        async with connect(ConnectOptions(network.address, "cut")) as connection:
+            await network.cut()
+            with pytest.raises(BrokerError):
+                await anext(connection.messages())
+            with pytest.raises(BrokerError):
+                await connection.publish(Message("t", b"", qos=1))
+        with pytest.raises(BrokerError, match=f"cannot connect to 127.0.0.1:{network.port}"):
+            async with connect(ConnectOptions(network.address, "cut")):
+                pytest.fail("nobody listens there any more")
+
+
+async def test_a_cancelled_connect_leaves_nothing_behind():
+    """The server takes the connection and never answers; pytest turns a leaked socket or task into a failure."""
+    arrived, gone = asyncio.Event(), asyncio.Event()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        arrived.set()
+        while await reader.read(100):
+            pass
+        writer.close()
+        gone.set()
+
+    async def attempt(port: int) -> None:
+        async with connect(ConnectOptions(BrokerAddress("127.0.0.1", port), "never")):
+            pytest.fail("that was no broker")
+
+    async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
+        connecting = asyncio.create_task(attempt(server.sockets[0].getsockname()[1]))
+        await arrived.wait()
+        connecting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await connecting
+        async with asyncio.timeout(20):
+            await gone.wait()
+
+
+def chunk(first: int, text: str) -> Chunk:
+    return Chunk(0, first, first, text, tuple(range(first, first + len(text))))
+
+
+async def test_chunks_coalesce_only_while_they_wait(broker: EmbeddedBroker, topics: Topics):
+    reply = Reply(topics, "a", "j")
+    async with device(address(broker), f"{topics.prefix}/#") as this:
+        outbox = Outbox()
+        outbox.put_chunk(reply, chunk(0, "lost"), "j")  # nobody can hear it
+        outbox.put("result", Message(f"{topics.prefix}/first", b"", qos=1))
+        sending = asyncio.create_task(outbox.send(this._connection))
+        assert (await this.next()).topic.endswith("/first")
+        for first, text in ((0, "a"), (1, "bc"), (3, "d")):
+            outbox.put_chunk(reply, chunk(first, text), "j")
+        outbox.put_chunk(reply, chunk(9, "gap"), "j")
+        outbox.put_chunk(reply, chunk(12, "x" * MAX_COALESCED_TOKENS), "j")
+        await outbox.flushed()
+        outbox.put_chunk(reply, chunk(4, "e"), "j")
+        bodies = [json.loads((await this.next()).payload) for _ in range(4)]
+        sending.cancel()
+        await asyncio.wait([sending])
+    assert [(body["first_token"], body["text"][:4]) for body in bodies] == [
+        (0, "abcd"),
+        (9, "gap"),
+        (12, "xxxx"),
+        (4, "e"),
+    ]
+    assert bodies[0]["token_ids"] == [0, 1, 2, 3]
+
+
+async def test_the_newest_of_a_key_is_sent_in_the_place_of_the_oldest(broker: EmbeddedBroker, topics: Topics):
+    async with device(address(broker), f"{topics.prefix}/#") as this:
+        outbox = Outbox()
+        for payload in (b"1", b"2", b"3"):
+            outbox.put("status", Message(f"{topics.prefix}/status", payload, qos=1), key="status")
+            outbox.put("result", Message(f"{topics.prefix}/result", payload, qos=1))
+        assert len(outbox) == 4
+        sending = asyncio.create_task(outbox.send(this._connection))
+        heard = [(await this.next()).payload for _ in range(4)]
+        sending.cancel()
+        await asyncio.wait([sending])
+    assert heard == [b"3", b"1", b"2", b"3"]
+
+
+async def test_order_is_kept_for_more_than_may_be_on_their_way(broker: EmbeddedBroker, topics: Topics):
+    async with device(address(broker), f"{topics.prefix}/#") as this:
+        outbox = Outbox(room=50)
+        for number in range(100):
+            outbox.put("result", Message(f"{topics.prefix}/x", str(number).encode(), qos=1))
+        waiting = asyncio.create_task(outbox.room())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        sending = asyncio.create_task(outbox.send(this._connection))
+        await waiting
+        assert len(outbox) < 50
+        heard = [int((await this.next()).payload) for _ in range(100)]
+        await outbox.flushed()
+        sending.cancel()
+        await asyncio.wait([sending])
+    assert heard == list(range(100))
+
+
+async def test_one_that_cannot_be_sent_does_not_hold_up_the_rest(
+    broker: EmbeddedBroker, topics: Topics, caplog: pytest.LogCaptureFixture
+):
+    async with device(address(broker), f"{topics.prefix}/#") as this:
+        outbox = Outbox()
+        outbox.put("result", Message(f"{topics.prefix}/+", b"", qos=1))
+        outbox.put("result", Message(f"{topics.prefix}/good", b"", qos=1))
+        sending = asyncio.create_task(outbox.send(this._connection))
+        assert (await this.next()).topic.endswith("/good")
+        await outbox.flushed()
+        sending.cancel()
+        await asyncio.wait([sending])
+    assert "a result message cannot be sent at all" in caplog.text

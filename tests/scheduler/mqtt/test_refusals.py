@@ -1,0 +1,229 @@
+"""What the worker refuses, and what breaks: the sender hears why, and no other job notices."""
+
+import json
+
+import pytest
+
+from drumline import Request, Scheduler
+from drumline.scheduler.job import GenerationJob
+from drumline.scheduler.mqtt.broker import EmbeddedBroker
+from drumline.scheduler.mqtt.gateway import GatewayOptions
+from drumline.scheduler.mqtt.topics import Topics
+from tests.drive import Gate
+from tests.scheduler.mqtt.support import BODY, RESULT_KEYS, Counts, address, device, expected_ids, serving
+
+
+@pytest.mark.parametrize("body", [BODY | {"max_tokens": 5}, BODY | {"max_tokens": -1}])
+async def test_another_job_under_a_running_id_is_refused_beside_it(
+    broker: EmbeddedBroker, topics: Topics, body: dict[str, object]
+):
+    gate, counts = Gate(), Counts()
+    async with (
+        serving(address(broker), topics, gate=gate, rows=1, observer=counts),
+        device(address(broker), f"{topics.client('a')}/#", topics.dead) as this,
+    ):
+        await this.send(topics.submit("a"), BODY | {"id": "j"})
+        await gate.arrived()
+        await this.send(topics.submit("a"), body | {"id": "j"}, user_properties=(("firmware", "7"),))
+        # iotcore keeps no order between two subscriptions, so either may come first.
+        marked = [await this.next(lambda message: ("code", "duplicate_id") in message.user_properties) for _ in "ab"]
+        state, refusal = sorted(marked, key=lambda message: message.topic == topics.dead)
+        gate.open()
+        result = await this.body("/result")
+    letter = json.loads(refusal.payload)
+    assert (letter["code"], letter["client"], letter["job_id"]) == ("duplicate_id", "a", "j")
+    assert refusal.topic == topics.dead
+    assert (state.topic, json.loads(state.payload)["state"]) == (topics.state("a", "j"), "running")
+    assert (result["status"], result["token_ids"]) == ("completed", await expected_ids(**BODY))
+    assert "duplicate_id" in counts.rejections
+
+
+async def test_a_retained_job_is_ignored(broker: EmbeddedBroker, topics: Topics):
+    async with device(address(broker), f"{topics.client('a')}/jobs/#", topics.dead) as this:
+        await this.send(topics.submit("a"), BODY | {"id": "stale"}, retain=True)
+        # A 3.1.1 worker cannot ask the broker to keep retained messages to itself, so it must ignore them.
+        async with serving(address(broker, 4), topics, options=GatewayOptions(protocol=4, refresh_s=0.02)):
+            await this.send(topics.submit("a"), BODY | {"id": "fresh"})
+            assert (await this.body("/result"))["job_id"] == "fresh"
+            await this.send(topics.get("a", "stale"))
+            assert (await this.body("stale/state"))["state"] == "unknown"
+
+
+POISON = {
+    "not UTF-8": (b'{"id": "bad", "prompt": "\xff"}', "unparsable", "payload"),
+    "not JSON": (b"hello", "unparsable", "payload"),
+    "empty": (b"", "unparsable", "payload"),
+    "no object": (b"[1]", "unparsable", "payload"),
+    "no id": (b'{"prompt": "x"}', "unparsable", "id"),
+    "nested 10,000 deep": (b'{"id":"bad","prompt":' + b"[" * 10_000 + b"]" * 10_000 + b"}", "unparsable", "payload"),
+    "10 MB": (b'{"id":"bad","prompt":"' + b"x" * 10_000_000 + b'"}', "too_large", "payload"),
+}
+
+
+async def test_poison_between_two_jobs_changes_neither(broker: EmbeddedBroker, topics: Topics):
+    counts = Counts()
+    expected = await expected_ids(**BODY)
+    async with (
+        serving(address(broker), topics, observer=counts),
+        device(address(broker), f"{topics.client('a')}/jobs/#", topics.dead) as this,
+    ):
+        for number, (payload, code, field) in enumerate(POISON.values()):
+            await this.send(topics.submit("a"), BODY | {"id": f"before-{number}"})
+            await this.send(topics.submit("a"), payload)
+            await this.send(topics.submit("a"), BODY | {"id": f"after-{number}"})
+            letters, answers = [], {}
+            while not letters or len(answers) < 2:
+                message = await this.next(
+                    lambda message: message.topic == topics.dead or b'"status"' in message.payload
+                )
+                body = json.loads(message.payload)
+                if message.topic == topics.dead:
+                    letters.append(body)
+                else:
+                    answers[body["job_id"]] = body["token_ids"]
+            assert [(letter["code"], letter["field"], letter["payload_bytes"]) for letter in letters] == [
+                (code, field, len(payload))
+            ]
+            assert (letters[0]["topic"], letters[0]["client"]) == (topics.submit("a"), "a")
+            assert answers == {f"before-{number}": expected, f"after-{number}": expected}
+    assert counts.rejections == [code for _, code, _ in POISON.values()]
+
+
+WRONG = {
+    "unknown field": ({"colour": "red"}, "colour"),
+    "wrong type": ({"max_tokens": "six"}, "max_tokens"),
+    "negative budget": ({"max_tokens": -1}, "max_tokens"),
+    "NaN": ({"sampling": {"temperature": float("nan")}}, "sampling.temperature"),
+    "top_p": ({"sampling": {"top_p": 1.5}}, "sampling.top_p"),
+    "two prompts": ({"prompt_ids": [5]}, "prompt"),
+    "id outside the vocabulary": ({"sampling": {"banned_ids": [10**6]}}, "sampling.banned_ids"),
+    "prompt longer than the window": ({"prompt": "x" * 40}, "prompt"),
+    "reply topic with a wildcard": ({"response_topic": "a/#"}, "response_topic"),
+    "reply topic with NUL": ({"response_topic": "a\0b"}, "response_topic"),
+    "reply topic of the broker": ({"response_topic": "$SYS/x"}, "response_topic"),
+    "reply topic of somebody else": ({"response_topic": "elsewhere/x"}, "response_topic"),
+    "reply topic of 70,000 characters": ({"response_topic": "x" * 70_000}, "response_topic"),
+}
+
+
+async def test_a_wrong_field_is_named_to_the_sender(broker: EmbeddedBroker, topics: Topics):
+    expected = await expected_ids(**BODY)
+    async with (
+        serving(address(broker), topics),
+        device(address(broker), f"{topics.client('a')}/jobs/#") as this,
+    ):
+        for number, (fields, field) in enumerate(WRONG.values()):
+            job = {"id": f"j{number}"}
+            await this.send(topics.submit("a"), BODY | job | fields)
+            body = await this.body(f"j{number}/result")
+            assert list(body) == RESULT_KEYS
+            assert (body["status"], body["stop_reason"], body["choices"]) == ("rejected", None, [])
+            assert (body["error"]["code"], body["error"]["field"]) == ("invalid", field)
+            assert body["error"]["message"]
+            await this.send(topics.submit("a"), BODY | job)  # a refused id is free
+            assert (await this.body(f"j{number}/result"))["token_ids"] == expected
+
+
+async def test_a_reply_topic_that_we_would_hear_ourselves_is_refused(broker: EmbeddedBroker, topics: Topics):
+    async with (
+        serving(address(broker), topics),
+        device(address(broker), f"{topics.client('a')}/jobs/#") as this,
+    ):
+        await this.send(topics.submit("a"), BODY | {"id": "j"}, response_topic=topics.submit("a"))
+        body = await this.body("j/result")
+    assert (body["status"], body["error"]["field"]) == ("rejected", "response_topic")
+
+
+async def test_a_client_name_that_is_none_is_put_on_record(broker: EmbeddedBroker, topics: Topics):
+    async with serving(address(broker), topics), device(address(broker), topics.dead) as this:
+        await this.send(f"{topics.prefix}/clients/no name/submit", BODY | {"id": "j"})
+        letter = json.loads((await this.next()).payload)
+    assert (letter["code"], letter["field"], letter["client"]) == ("invalid", "topic", None)
+
+
+async def test_a_full_queue_rejects_and_says_how_full(broker: EmbeddedBroker, topics: Topics):
+    gate = Gate()
+    async with (
+        serving(address(broker), topics, gate=gate, rows=1, queue_requests=1),
+        device(address(broker), f"{topics.client('a')}/jobs/#") as this,
+    ):
+        await this.send(topics.submit("a"), BODY | {"id": "runs"})
+        await gate.arrived()
+        await this.send(topics.submit("a"), BODY | {"id": "waits"})
+        await this.send(topics.submit("a"), BODY | {"id": "over"})
+        body = await this.body("over/result")
+        gate.open()
+        results = [await this.body("/result") for _ in range(2)]
+    assert body["status"] == "rejected"
+    assert {key: body["error"][key] for key in ("code", "field", "limit", "queued")} == {
+        "code": "queue_full",
+        "field": "requests",
+        "limit": 1,
+        "queued": 1,
+    }
+    assert [result["token_ids"] for result in results] == [await expected_ids(**BODY)] * 2
+
+
+class Faulty:
+    """The real scheduler, but for one prompt: it breaks where `fault` says."""
+
+    def __init__(self, scheduler: Scheduler, fault: str) -> None:
+        self._scheduler = scheduler
+        self._fault = fault
+
+    def submit_nowait(self, request: Request) -> object:
+        if request.prompt != "break":
+            return self._scheduler.submit_nowait(request)
+        if self._fault == "submit":
+            raise RuntimeError("the engine has a bug")
+        return BrokenJob(self._scheduler.submit_nowait(request))
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._scheduler, name)
+
+
+class BrokenJob:
+    def __init__(self, job: GenerationJob) -> None:
+        self._job = job
+
+    def __aiter__(self) -> object:
+        raise RuntimeError("the stream has a bug")
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._job, name)
+
+
+async def test_what_breaks_in_one_job_ends_that_job_alone(
+    broker: EmbeddedBroker, topics: Topics, caplog: pytest.LogCaptureFixture
+):
+    async with (
+        serving(address(broker), topics, wrap=lambda scheduler: Faulty(scheduler, "stream")),
+        device(address(broker), f"{topics.client('a')}/jobs/#") as this,
+    ):
+        await this.send(topics.submit("a"), BODY | {"id": "bad", "prompt": "break"})
+        bad = await this.body("bad/result")
+        await this.send(topics.submit("a"), BODY | {"id": "good"})
+        good = await this.body("good/result")
+    assert (bad["status"], bad["error"]["code"], bad["error"]["message"]) == (
+        "failed",
+        "failed",
+        "the stream has a bug",
+    )
+    assert good["token_ids"] == await expected_ids(**BODY)
+    assert "job bad of client a broke" in caplog.text
+
+
+async def test_a_bug_in_handling_a_message_does_not_end_the_reader(
+    broker: EmbeddedBroker, topics: Topics, caplog: pytest.LogCaptureFixture
+):
+    async with (
+        serving(address(broker), topics, wrap=lambda scheduler: Faulty(scheduler, "submit")),
+        device(address(broker), f"{topics.client('a')}/jobs/#", topics.dead) as this,
+    ):
+        await this.send(topics.submit("a"), BODY | {"id": "bad", "prompt": "break"})
+        letter = await this.body("/dead")
+        await this.send(topics.submit("a"), BODY | {"id": "good"})
+        good = await this.body("good/result")
+    assert (letter["code"], letter["reason"]) == ("internal", "the engine has a bug")
+    assert good["token_ids"] == await expected_ids(**BODY)
+    assert "could not be handled" in caplog.text
