@@ -12,6 +12,7 @@ class KVCache:
 
     def __init__(self, model: LanguageModel, rows: int) -> None:
         config = model.config
+        self._retired: dict[int, int] = {}
         shape = (rows, config.kv_heads, model.window, config.head_dim)
         self._layers = [
             tuple(torch.zeros(shape, dtype=model.kv_dtype, device=model.device) for _ in ("key", "value"))
@@ -36,11 +37,18 @@ class KVCache:
             return key[:, :, :tokens].index_select(0, index), value[:, :, :tokens].index_select(0, index)
         return key[index, :, :tokens], value[index, :, :tokens]
 
-    def wipe(self, row: int) -> None:
-        """Zero a row, so that a NaN in it cannot reach the next tenant through 0 · NaN."""
-        for layer in self._layers:
-            for tensor in layer:
-                tensor[row].zero_()
+    def retire(self, row: int, tokens: int) -> None:
+        """Note that the first `tokens` positions of a row are nobody's any more; the next step zeroes them."""
+        self._retired[row] = max(tokens, self._retired.get(row, 0))
+
+    def wipe_retired(self) -> None:
+        """Zero what was retired, so that a NaN or infinity in it cannot reach the row's next tenant: padded attention
+        multiplies what lies behind a row's end by 0, and 0 · NaN is NaN. Called by the step, off the event loop."""
+        while self._retired:
+            row, tokens = self._retired.popitem()
+            for layer in self._layers:
+                for tensor in layer:
+                    tensor[row, :, :tokens].zero_()
 
     def finite(self, row: int, tokens: int) -> bool:
         """Whether the first `tokens` positions of a row hold no NaN or infinity."""

@@ -14,8 +14,6 @@ from drumline.model.stop_reason import StopReason
 
 _RUNNING = -1
 _REASONS: tuple[StopReason, ...] = get_args(StopReason)
-_OWN_END: frozenset[StopReason] = frozenset(("eos", "stop", "budget", "window"))
-"""Reasons that a chosen token gives: the logits it was chosen from were finite, so the row's keys and values are."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class CachePool:
     - `position` int64: tokens cached, counted from `origin`
     - `seed`, `choice`, `index` int64: the random state (the seed's 64 bits reinterpreted)
 
-    Not thread-safe: the scheduler touches it either from the loop or from the step, never from both at once.
+    Not thread-safe: only the event loop changes it, and never during a step, which reads it on the torch thread.
     """
 
     def __init__(self, model: LanguageModel, rows: int) -> None:
@@ -72,10 +70,7 @@ class CachePool:
         return row
 
     def retire(self, row: int, reason: StopReason) -> None:
-        """End a row. Unless a token of its own ended it, its keys and values are zeroed, for they may hold NaN (also
-        those of a prompt that was stopped before its logits showed it)."""
-        if reason not in _OWN_END:
-            self.kv.wipe(row)
+        """End a row and free it."""
         self._release(row)
         self.stop_reason[row] = _REASONS.index(reason)
 
@@ -123,7 +118,6 @@ class CachePool:
     def release(self, row: int) -> RowSnapshot:
         """Free a row whose sequence goes on later (preemption), and return what it needs for that."""
         snapshot = self.snapshot(row)
-        self.kv.wipe(row)
         self._release(row)
         return snapshot
 
@@ -151,6 +145,7 @@ class CachePool:
             raise RuntimeError(f"pool row {row}: broken invariant: {invariant}")
 
     def _release(self, row: int) -> None:
+        self.kv.retire(row, min(self.window, len(self._ids[row])))
         self.alive[row], self._ids[row] = False, []
         self.origin[row] = self.position[row] = 0
 

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 Priority = Literal["low", "normal", "high"]
 Outcome = Literal["completed", "cancelled", "expired", "failed", "rejected"]
-RejectReason = Literal["invalid", "queue_full", "draining", "duplicate_id", "too_large", "unparsable"]
+RejectReason = Literal["invalid", "queue_full", "draining", "failed", "duplicate_id", "too_large", "unparsable"]
 Phase = Literal["plan", "forward", "sample", "commit"]
 Direction = Literal["in", "out"]
 MessageKind = Literal["submit", "cancel", "get", "state", "chunk", "result", "status", "dead"]

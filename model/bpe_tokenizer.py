@@ -107,12 +107,7 @@ class BPETokenizer:
         return ids + self._template_piece(text[position:], position == 0, restore)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes this id stands for; empty for control tokens and for ids without a token.
-
-        Raises `InvalidRequest` outside 0 … `vocab_size` - 1.
-        """
-        if not 0 <= token_id < self.vocab_size:
-            raise InvalidRequest("token_id", f"must be in 0 … {self.vocab_size - 1}, got {token_id}")
+        """The bytes this id stands for; empty for control tokens and for ids without a token (padded embeddings)."""
         if token_id in self._control_ids or token_id not in self._tokens:
             return b""
         return self._decode(self._tokens[token_id], token_id in self._literal_ids)

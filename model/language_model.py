@@ -52,12 +52,12 @@ class LanguageModel:
         ids, bos = self.tokenizer.encode(text), self.tokenizer.bos_id
         return [bos, *ids] if self.tokenizer.adds_bos and bos is not None and ids[:1] != [bos] else ids
 
-    def started(self, ids: Sequence[int]) -> list[int]:
+    def started(self, ids: Sequence[int], field: str = "prompt") -> list[int]:
         """The ids, or BOS alone where there are none; raises `InvalidRequest` where the model has no BOS either."""
         if ids:
             return list(ids)
         if self.tokenizer.bos_id is None:
-            raise InvalidRequest("prompt", "must not be empty: this model has no BOS token to start from")
+            raise InvalidRequest(field, "must not be empty: this model has no BOS token to start from")
         return [self.tokenizer.bos_id]
 
     def ledger(self, rows: int, tokens: int | None = None) -> Ledger:

@@ -138,7 +138,8 @@ def compare(model: LanguageModel, prompt_ids: Sequence[int], token_ids: Sequence
 
 def uncached_positions(prompt_tokens: int, generated_tokens: int, window: int) -> int:
     """Token positions an uncached loop evaluates: the sum of min(prompt + i, window) over the generated tokens i."""
-    return sum(min(prompt_tokens + step, window) for step in range(generated_tokens))
+    growing = min(generated_tokens, max(0, window - prompt_tokens))
+    return growing * prompt_tokens + growing * (growing - 1) // 2 + (generated_tokens - growing) * window
 
 
 class Options(TypedDict, total=False):

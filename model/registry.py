@@ -57,7 +57,7 @@ def load_model(
     try:
         checkpoint = load_safetensors(path) if path.is_dir() else load_gguf(path)
         family = _family(checkpoint.settings)
-        config: ModelConfig = family.read_config(checkpoint.settings)
+        config = _config(family, checkpoint.settings)
         served_window = _window(config, window)
         tokenizer, chat_template = checkpoint.open_tokenizer()
         _check_vocabulary(tokenizer, config)
@@ -116,10 +116,20 @@ def _device(name: str) -> torch.device:
 
 def _family(settings: Mapping[str, Any]) -> ModuleType:
     names = settings.get("architectures") or [settings.get("model_type")]
-    architecture = names[0] if isinstance(names, list) else names
+    if not isinstance(names, list):
+        raise ModelLoadError(f"architectures must be a list, not {names!r}")
+    architecture = names[0]
     if not isinstance(architecture, str) or architecture not in FAMILIES:
         raise ModelLoadError(f"architecture {architecture!r} is not served; known: {', '.join(FAMILIES)}")
     return FAMILIES[architecture]
+
+
+def _config(family: ModuleType, settings: Mapping[str, Any]) -> ModelConfig:
+    try:
+        config: ModelConfig = family.read_config(settings)
+    except (KeyError, TypeError, AttributeError) as error:  # a setting of a shape that nobody foresaw
+        raise ModelLoadError(f"the settings cannot be read: {type(error).__name__}: {error}") from error
+    return config
 
 
 def _window(config: ModelConfig, window: int | None) -> int:

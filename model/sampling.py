@@ -5,6 +5,7 @@ so that no sum depends on the order in which it is taken.
 """
 
 import math
+import traceback
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
@@ -42,13 +43,12 @@ def choose(
         raise EngineFailed("the model's logits are not finite")
     with np.errstate(over="ignore", invalid="ignore"):  # told below, as an error of this row
         scores = penalised(logits, params, ids, prompt_length)
-    scores = _processed(scores, ids, processors)
-    scores = _masked(scores, params, blocked)
+    if not np.isfinite(scores).all():
+        raise EngineFailed("penalties or biases took a logit beyond the range of numbers")
+    scores = _masked(_processed(scores, ids, processors), params, blocked)
     best = int(np.argmax(scores))  # the smallest id on ties
     if scores[best] == -np.inf:
         raise EngineFailed("every token is masked")
-    if not np.isfinite(scores[best]):  # argmax returns a NaN before any number
-        raise EngineFailed("penalties or biases took a logit beyond the range of numbers")
     if params.greedy:
         return best
     kept, weights = distribution(scores, params)
@@ -107,7 +107,8 @@ def log_probabilities(logits: Row, chosen: int, top: int) -> tuple[float, tuple[
     """log_softmax of the raw logits, rounded to float32: the chosen id's, and the `top` likeliest (id, value) pairs."""
     wide = logits.astype(np.float64)
     highest = wide.max()
-    values = (wide - highest - np.log(np.exp(wide - highest).sum())).astype(np.float32)
+    values = wide - highest - np.log(np.exp(wide - highest).sum())
+    values = np.maximum(values, np.finfo(np.float32).min).astype(np.float32)  # −inf is no number in JSON
     likeliest = _top_ids(wide, top)
     return float(values[chosen]), tuple((int(i), float(values[i])) for i in likeliest)
 
@@ -124,11 +125,13 @@ def _top_ids(scores: Row, count: int) -> NDArray[np.int64]:
 
 
 def _processed(scores: Row, ids: Sequence[int], processors: Sequence[Processor]) -> Row:
+    """The scores after a request's own processors, in an array of our own: masks must not reach into theirs."""
     for processor in processors:
         try:
-            changed = np.asarray(processor(ids, scores), dtype=np.float64)
-        except Exception as error:
-            raise EngineFailed(f"a logits processor failed: {error!r}") from error
+            changed = np.array(processor(tuple(ids), scores), dtype=np.float64)
+        except BaseException as error:  # whatever it raises, SystemExit too, is the row's trouble alone
+            reason = "".join(traceback.format_exception_only(error)).strip()
+            raise EngineFailed(f"a logits processor failed: {reason}") from error
         if changed.shape != scores.shape or np.isnan(changed).any() or np.isposinf(changed).any():
             raise EngineFailed(f"a logits processor must return {scores.shape} numbers below infinity")
         scores = changed

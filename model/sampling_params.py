@@ -14,7 +14,7 @@ GREEDY_BELOW = 1e-4
 
 def _key_of_json(key: object) -> object:
     """JSON spells the keys of an object as text."""
-    return int(key) if isinstance(key, str) and re.fullmatch(r"-?[0-9]+", key) else key
+    return int(key) if isinstance(key, str) and re.fullmatch(r"-?(0|[1-9][0-9]{0,18})", key) else key
 
 
 class SamplingParams(Validated):

@@ -26,6 +26,14 @@ class Validated(BaseModel):
             raise _invalid_request(error) from None
 
     @classmethod
+    def model_validate(cls, *arguments: Any, **options: Any) -> Self:
+        """pydantic's own, with our error."""
+        try:
+            return super().model_validate(*arguments, **options)
+        except ValidationError as error:
+            raise _invalid_request(error) from None
+
+    @classmethod
     def from_json(cls, payload: str | bytes) -> Self:
         """Parse one JSON object; raises `InvalidRequest` for bad UTF-8, bad JSON and bad fields alike."""
         try:

@@ -89,10 +89,8 @@ class WordTokenizer:
         return ids
 
     def token_bytes(self, token_id: int) -> bytes:
-        """A word with a space before it; empty for special tokens. Raises `InvalidRequest` outside the vocabulary."""
-        if not 0 <= token_id < self.vocab_size:
-            raise InvalidRequest("token_id", f"must be in 0 … {self.vocab_size - 1}, got {token_id}")
-        if token_id < len(SPECIAL_TOKENS):
+        """A word with a space before it; empty for special tokens and for ids without a word."""
+        if not len(SPECIAL_TOKENS) <= token_id < self.vocab_size:
             return b""
         return b" " + self.words[token_id - len(SPECIAL_TOKENS)].encode()
 

@@ -36,7 +36,7 @@ class Admission:
         window = self._model.window
         if len(prompt_ids) > window and not slides:
             raise InvalidRequest(
-                "prompt",
+                _given(request),
                 f"has {len(prompt_ids)} tokens, the window holds {window}; overflow='slide' keeps the last of them",
             )
         rules = StopRules(
@@ -63,10 +63,15 @@ class Admission:
             ids = self._model.chat_template.encode([message.model_dump() for message in request.messages])
         else:
             ids = self._model.encode_prompt(request.prompt or "")
-        return tuple(self._model.started(ids))
+        return tuple(self._model.started(ids, _given(request)))
 
     def _check_ids(self, field: str, ids: tuple[int, ...]) -> None:
         vocab_size = self._model.config.vocab_size
         for token_id in ids:
             if not 0 <= token_id < vocab_size:
                 raise InvalidRequest(field, f"id {token_id} is outside 0 … {vocab_size - 1}")
+
+
+def _given(request: Request) -> str:
+    """Which of the three forms of a prompt the request has."""
+    return next(name for name in ("prompt_ids", "messages", "prompt") if getattr(request, name) is not None)

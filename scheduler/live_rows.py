@@ -1,6 +1,8 @@
 """Which sequence sits in which row: seating from the queue, committing a step, and every way of leaving."""
 
-from collections.abc import Callable
+import logging
+import math
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Several
 
 from drumline.cache_pool.pool import CachePool
@@ -11,6 +13,8 @@ from drumline.scheduler.plan import Backlog
 from drumline.scheduler.queue import RequestQueue
 from drumline.scheduler.sequence import Sequence
 from drumline.scheduler.step import RowOutcome
+
+_log = logging.getLogger("drumline")
 
 
 class LiveRows:
@@ -27,6 +31,13 @@ class LiveRows:
         self._pool, self._queue, self._instruments = pool, queue, instruments
         self._clock, self._ended = clock, ended
         self.by_row: dict[int, Sequence] = {}
+        self.cancel_asked = False
+        self._earliest_deadline = math.inf
+
+    def enqueue(self, sequences: list[Sequence]) -> None:
+        """Put the sequences of a job in the queue; raises `QueueFull`."""
+        self._queue.push(sequences)
+        self._earliest_deadline = min(self._earliest_deadline, *map(_deadline, sequences))
 
     def backlogs(self) -> list[Backlog]:
         """What each live row still has to compute, in the order the rows were taken, or slid."""
@@ -45,8 +56,11 @@ class LiveRows:
     def sweep(self) -> None:
         """Act on what was asked since the last step: cancellations, deadlines, preemptions."""
         now = self._clock()
-        for sequence in self._queue.take_out(lambda waiting: _end_asked(waiting, now) is not None):
-            self._end(sequence, _end_asked(sequence, now) or "cancelled")
+        if self.cancel_asked or now >= self._earliest_deadline:  # else there is no need to look through the queue
+            for sequence in self._queue.take_out(lambda waiting: _end_asked(waiting, now) is not None):
+                self._end(sequence, _end_asked(sequence, now) or "cancelled")
+            self.cancel_asked = False
+            self._earliest_deadline = min(map(_deadline, self._queue), default=math.inf)
         for row, sequence in list(self.by_row.items()):
             reason = _end_asked(sequence, now)
             if reason is not None:
@@ -59,7 +73,8 @@ class LiveRows:
         for outcome in outcomes:
             segment = outcome.segment
             sequence = self.by_row[segment.row]
-            sequence.computed(StepRecord(segment.length, segment.position, segment.end), now)
+            record = StepRecord(segment.length, segment.position, segment.end)
+            sequence.computed(record, now, reached_newest=segment.wants_logits)
             self._pool.advance(segment.row, segment.length)
             if outcome.error is not None:
                 self.retire(segment.row, "error", outcome.error)
@@ -76,22 +91,30 @@ class LiveRows:
         for sequence in sequences:
             self._end(sequence, reason)
 
-    def fail_all(self, error: str) -> None:
-        """The engine broke: everything that runs or waits ends with `error`."""
-        for row in list(self.by_row):
-            self.retire(row, "error", error)
-        for sequence in self._queue.take_out(lambda _: True):
+    def fail_all(self, sequences: Iterable[Sequence], error: str) -> None:
+        """The engine broke: these end with `error`, whether they run, wait, or were on their way between the two."""
+        for row in self.by_row:
+            self._pool.retire(row, "error")
+        self.by_row.clear()
+        self._queue.take_out(lambda _: True)
+        for sequence in sequences:
             self._end(sequence, "error", error)
 
     def _accept(self, row: int, sequence: Sequence, token_id: int, outcome: RowOutcome, now: float) -> None:
         self._observe_token(sequence, now)
-        reason = sequence.accept(token_id, outcome.logprob)
+        try:
+            reason = sequence.accept(token_id, outcome.logprob)
+        except Exception as error:  # a tokenizer that fails on an id fails for this row alone
+            _log.exception("a token could not be turned into text")
+            self.retire(row, "error", f"token {token_id} could not be turned into text: {type(error).__name__}")
+            return
         if reason is not None:
             self.retire(row, reason)
             return
         if self._pool.append(row, token_id):
             self.by_row[row] = self.by_row.pop(row)  # its recompute queues up behind the prompts that wait already
             sequence.window_recomputes += 1
+            sequence.prefilling = True
             self._instruments.window_recomputed()
         self._send(sequence)
 
@@ -111,6 +134,7 @@ class LiveRows:
             sequence.saved = self._pool.release(row)
             sequence.job.preempt_requested = False
             self._queue.push_front(sequence)
+            self._earliest_deadline = min(self._earliest_deadline, _deadline(sequence))
             self._instruments.preempted()
 
     def _end(self, sequence: Sequence, reason: StopReason, error: str | None = None) -> None:
@@ -124,9 +148,14 @@ class LiveRows:
             sequence.job.stream_buffer.put(chunk)
 
 
+def _deadline(sequence: Sequence) -> float:
+    deadline_at = sequence.job.deadline_at
+    return math.inf if deadline_at is None else deadline_at
+
+
 def _end_asked(sequence: Sequence, now: float) -> StopReason | None:
     """Why the sequence is to end whatever its row does; a cancellation wins over a deadline."""
     job = sequence.job
     if job.cancel_requested:
         return "cancelled"
-    return "deadline" if job.deadline_at is not None and now >= job.deadline_at else None
+    return "deadline" if now >= _deadline(sequence) else None

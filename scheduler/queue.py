@@ -32,6 +32,11 @@ class RequestQueue(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         return iter(self._entries)
 
+    @property
+    def head(self) -> T | None:
+        """The next entry, which is also the oldest; None when nothing waits."""
+        return self._entries[0] if self._entries else None
+
     def check_room(self, entries: list[T]) -> None:
         """Raise `QueueFull` naming the bound that these entries would break.
 

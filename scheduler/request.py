@@ -26,8 +26,14 @@ STATUS: dict[StopReason, Status] = {
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 """Client and job ids: they become topic levels, so nothing that a broker could read as a wildcard or a separator."""
 
+TokenId = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""Checked against the model's vocabulary at submit."""
+
+MAX_TOKENS = 1_000_000
+"""A row whose window slides could otherwise grow for ever."""
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16
+MAX_STOP_LENGTH = 256
 
 
 class Message(Validated):
@@ -42,14 +48,14 @@ class Request(Validated):
 
     id: Name | None = None
     prompt: str | None = None
-    prompt_ids: tuple[int, ...] | None = Field(default=None, strict=False)
+    prompt_ids: tuple[TokenId, ...] | None = Field(default=None, strict=False)
     messages: tuple[Message, ...] | None = Field(default=None, strict=False)
-    max_tokens: int = Field(default=128, ge=0)
+    max_tokens: int = Field(default=128, ge=0, le=MAX_TOKENS)
     min_tokens: int = Field(default=0, ge=0)
-    stop: tuple[Annotated[str, StringConstraints(min_length=1)], ...] = Field(
+    stop: tuple[Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_LENGTH)], ...] = Field(
         default=(), strict=False, max_length=MAX_STOPS
     )
-    stop_ids: tuple[int, ...] = Field(default=(), strict=False)
+    stop_ids: tuple[TokenId, ...] = Field(default=(), strict=False)
     keep_stop: bool = False
     """Whether a matched stop string stays in the text."""
     ignore_eos: bool = False
@@ -84,7 +90,11 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Chunk:
-    """New tokens and text of one choice. Offsets count generated tokens and code points, so readers can overlay."""
+    """New tokens and text of one choice. Offsets count generated tokens and code points, so readers can overlay.
+
+    Ids whose text cannot leave yet (half a character, the start of a stop string, special tokens) come with the next
+    text, or with the last chunk.
+    """
 
     choice: int
     first_token: int

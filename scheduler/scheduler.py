@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
 from types import TracebackType
 from typing import Any, Self
 from uuid import uuid4
@@ -37,7 +38,8 @@ class Scheduler:
     Use it as `async with Scheduler(model, rows=16) as scheduler`; leaving the block cancels what still runs (call
     `drain` first to finish it). All methods are called from the event loop that entered the block. Raises
     `InvalidRequest` for a setting out of range, a backend that does not exist or is not exact where `require_exact`
-    asks for it, a pool that does not fit the memory, or a `name` already used in `registry`.
+    asks for it, a pool that does not fit the memory, or a `name` already used in `registry`. One that is never entered
+    keeps its pool and its name until `close`.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Scheduler:
         self._totals = StepTotals()
         self._jobs: dict[str, GenerationJob] = {}
         self._wake, self._room, self._quiet = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._turnstile = asyncio.Lock()  # waiting submits, first come first served: only the foremost looks for room
         self._quiet.set()
         self._closed = self._draining = False
         self._failure: str | None = None
@@ -73,6 +76,8 @@ class Scheduler:
         self._publish_levels()
 
     async def __aenter__(self) -> Self:
+        if self._tasks or self._closed:
+            raise SchedulerClosed("a scheduler can be entered once")
         self._tasks = [
             asyncio.create_task(self._run(), name=f"drumline-{self.config.name}-loop"),
             asyncio.create_task(watch_loop_lag(self.instruments.loop_lag), name=f"drumline-{self.config.name}-lag"),
@@ -100,12 +105,13 @@ class Scheduler:
         Raises `InvalidRequest`, `SchedulerClosed`, `EngineFailed`.
         """
         job = self._make_job(request)
-        while True:
-            try:
-                return self._enqueue(job)
-            except QueueFull:
-                self._room.clear()
-                await self._room.wait()
+        async with self._turnstile:
+            while True:
+                try:
+                    return self._enqueue(job)
+                except QueueFull:
+                    self._room.clear()
+                    await self._room.wait()
 
     def submit_nowait(self, request: Request) -> GenerationJob:
         """Accept a request at once; raises `QueueFull` besides what `submit` raises."""
@@ -120,7 +126,8 @@ class Scheduler:
         """Take a running job's rows at the next step boundary and put it back at the head of the queue.
 
         It goes on from its tokens and random state: what is already out stays, and the answer is the one it would have
-        given. Nothing happens to a job that waits or has ended.
+        given. As it stands at the head, it is also the next to get a row. Nothing happens to a job that waits or has
+        ended.
         """
         job.preempt_requested = job.state == "running"
 
@@ -149,11 +156,12 @@ class Scheduler:
         self.instruments.close()
 
     def queue_position(self, job_id: str) -> int | None:
-        """How many sequences are ahead of a queued job; None once it runs or when it is unknown."""
-        for position, sequence in enumerate(self._queue):
-            if sequence.job.id == job_id and sequence.job.started_at is None:
-                return position
-        return None
+        """How many jobs are ahead of a queued one; None once it runs or when it is unknown."""
+        job = self._jobs.get(job_id)
+        if job is None or job.state != "queued":
+            return None
+        ahead = takewhile(lambda other: other is not job, (sequence.job for sequence in self._queue))
+        return len({other.id for other in ahead})
 
     def statistics(self) -> Statistics:
         """A snapshot of levels and totals."""
@@ -187,7 +195,7 @@ class Scheduler:
         except DrumlineError as error:
             self._count_rejection(error)
             raise
-        return GenerationJob(job_id, admitted, self.model, self._clock(), self._wake.set)
+        return GenerationJob(job_id, admitted, self.model, self._clock(), self._cancel_asked)
 
     def _enqueue(self, job: GenerationJob) -> GenerationJob:
         """Put a job in the queue; raises `QueueFull` when it does not fit (the caller decides what that means)."""
@@ -198,7 +206,7 @@ class Scheduler:
             self._count_rejection(error)
             raise
         if job.request.max_tokens > 0:
-            self._queue.push(job.sequences)
+            self._rows.enqueue(job.sequences)
         self._jobs[job.id] = job
         self._quiet.clear()
         if job.request.max_tokens == 0:  # legal, and done: no row is needed to generate nothing
@@ -218,8 +226,16 @@ class Scheduler:
             raise InvalidRequest("id", f"a job {job_id} is queued or running")
 
     def _count_rejection(self, error: DrumlineError) -> None:
-        reason: RejectReason = "invalid" if isinstance(error, InvalidRequest) else "draining"
+        reason: RejectReason = "draining"
+        if isinstance(error, EngineFailed):
+            reason = "failed"
+        elif isinstance(error, InvalidRequest):
+            reason = "duplicate_id" if error.field == "id" else "invalid"
         self.instruments.rejected(reason)
+
+    def _cancel_asked(self) -> None:
+        self._rows.cancel_asked = True
+        self._wake.set()
 
     async def _run(self) -> None:
         try:
@@ -227,7 +243,10 @@ class Scheduler:
                 if not await self._turn():
                     await self._wake.wait()
                 self._wake.clear()
-        except Exception as error:  # a step that raises must not leave callers waiting for ever
+        except BaseException as error:  # nothing may leave callers waiting for ever, the loop's cancellation neither
+            if isinstance(error, asyncio.CancelledError):
+                self._fail("the scheduler's loop was cancelled")
+                raise
             _log.exception("the engine failed; everything that runs or waits ends with an error")
             self._fail(f"{type(error).__name__}: {error}")
 
@@ -243,7 +262,7 @@ class Scheduler:
             return False
         planned = time.perf_counter()
         loop = asyncio.get_running_loop()
-        report = await loop.run_in_executor(self._torch, self._runner.run, plan, self._rows.by_row)
+        report = await loop.run_in_executor(self._torch, self._runner.run, plan, dict(self._rows.by_row))
         stepped = time.perf_counter()
         self._rows.commit(report.outcomes)
         self._observe(report, planned - started, time.perf_counter() - stepped, time.perf_counter() - started)
@@ -260,10 +279,10 @@ class Scheduler:
         )
 
     def _publish_levels(self) -> None:
-        oldest = min((sequence.job.submitted_at for sequence in self._queue), default=None)
+        head = self._queue.head
         self.instruments.levels(
             queued={"normal": len(self._queue)},
-            oldest_queued_s=0.0 if oldest is None else self._clock() - oldest,
+            oldest_queued_s=0.0 if head is None else self._clock() - head.job.submitted_at,
             rows_live=len(self._rows.by_row),
             rows_capacity=self.config.rows,
             kv_tokens=self._pool.kv_tokens,
@@ -290,8 +309,11 @@ class Scheduler:
             self._quiet.set()
 
     def _fail(self, reason: str) -> None:
+        if self._closed:  # it was `close` that ended the loop, when nothing was left to run
+            return
         self._failure = reason
-        self._rows.fail_all(reason)
+        unfinished = [s for job in self._jobs.values() for s in job.sequences if s.stop_reason is None]
+        self._rows.fail_all(unfinished, reason)
         self._room.set()
         self._publish_levels()
 

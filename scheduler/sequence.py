@@ -31,6 +31,8 @@ class Sequence:
         self.error: str | None = None
         self.token_times_s: list[float] = []
         self.prefill_s = self.decode_s = 0.0
+        self.prefilling = True
+        """Whether the row's next passes are over a prompt, a window that slid, or a row that resumes."""
         self._marked_at = 0.0
         self._detokenizer = Detokenizer(tokenizer)
         self._stop_strings = StopStrings(self.request.stop, self.request.keep_stop)
@@ -47,27 +49,30 @@ class Sequence:
     @property
     def cost_tokens(self) -> int:
         """What the sequence counts for in the queue's token bound."""
-        return self.prompt_length + self.request.max_tokens
+        return self.prompt_length + self.rules.budget
 
     def seated(self, now: float) -> None:
         """A row was given; time runs from here."""
-        self._marked_at = now
+        self._marked_at, self.prefilling = now, True
 
-    def computed(self, record: StepRecord, now: float) -> None:
-        """A pass of the row is done. Passes over a prompt, a slid window or a resumed row count as prefill."""
+    def computed(self, record: StepRecord, now: float, reached_newest: bool) -> None:
+        """A pass of the row is done; after the one that reached its newest id, it decodes."""
         self.steps.append(record)
-        if self.token_ids and record.input_length == 1:
-            self.decode_s += now - self._marked_at
-        else:
+        if self.prefilling:
             self.prefill_s += now - self._marked_at
+        else:
+            self.decode_s += now - self._marked_at
         self._marked_at = now
+        self.prefilling = self.prefilling and not reached_newest
 
     def accept(self, token_id: int, logprob: TokenLogprob | None) -> StopReason | None:
         """Take the token that this step chose; returns why the row ends with it, or None."""
         self.token_ids.append(token_id)
         if logprob is not None:
             self.logprobs.append(logprob)
-        self._add_text(self._stop_strings.push(self._detokenizer.push(token_id)))
+        text = self._detokenizer.push(token_id)
+        watched = len(self.token_ids) > self.request.min_tokens  # until then nothing may end the row
+        self._add_text(self._stop_strings.push(text) if watched else text)
         reason = self.rules.decide(token_id, len(self.token_ids))
         return "stop" if self._stop_strings.matched and reason != "eos" else reason
 

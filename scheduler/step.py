@@ -1,5 +1,6 @@
 """One step on the torch thread: forward, then choose each row's token."""
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from drumline.model.sampling import Row, choose, log_probabilities
 from drumline.scheduler.plan import Portion
 from drumline.scheduler.request import TokenLogprob
 from drumline.scheduler.sequence import Sequence
+
+_log = logging.getLogger("drumline")
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class StepRunner:
     def run(self, plan: list[Portion], sequences: Mapping[int, Sequence]) -> StepReport:
         """Compute the plan's portions and choose a token for each row that reached its newest id."""
         started = time.perf_counter()
+        self._pool.kv.wipe_retired()
         segments = tuple(self._pool.segment(portion.row, portion.length) for portion in plan)
         output = self._backend.forward(StepBatch(segments), self._pool.kv)
         forwarded = time.perf_counter()
@@ -80,7 +84,7 @@ class StepRunner:
         ]
         return StepReport(
             outcomes,
-            decoded=sum(segment.length == 1 and bool(sequences[segment.row].token_ids) for segment in segments),
+            decoded=sum(not sequences[segment.row].prefilling for segment in segments),
             padded_cells=sum(group.padded_cells for group in output.groups),
             real_cells=sum(group.real_cells for group in output.groups),
             forward_s=forwarded - started,
@@ -89,19 +93,25 @@ class StepRunner:
 
     def _choose(self, segment: Segment, sequence: Sequence, logits: Row) -> RowOutcome:
         """A row's own trouble ends in its outcome, never in the step."""
-        request = sequence.request
         try:
-            token_id = choose(
-                logits,
-                request.sampling,
-                self._pool.ids(segment.row),
-                sequence.prompt_length,
-                self._pool.random(segment.row),
-                sequence.rules.blocked(len(sequence.token_ids)),
-                request.processors,
-            )
+            return self._chosen(segment, sequence, logits)
         except EngineFailed as error:
             return RowOutcome(segment, error=str(error))
+        except Exception as error:
+            _log.exception("choosing a token failed")
+            return RowOutcome(segment, error=f"choosing a token failed: {type(error).__name__}")
+
+    def _chosen(self, segment: Segment, sequence: Sequence, logits: Row) -> RowOutcome:
+        request = sequence.request
+        token_id = choose(
+            logits,
+            request.sampling,
+            self._pool.ids(segment.row),
+            sequence.prompt_length,
+            self._pool.random(segment.row),
+            sequence.rules.blocked(len(sequence.token_ids)),
+            request.processors,
+        )
         if request.logprobs is None:
             return RowOutcome(segment, token_id)
         logprob, top = log_probabilities(logits, token_id, request.logprobs)

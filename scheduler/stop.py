@@ -17,6 +17,11 @@ class StopRules:
     min_tokens: int
     room: int | None
 
+    @property
+    def budget(self) -> int:
+        """The most tokens the row can generate."""
+        return self.max_tokens if self.room is None else min(self.max_tokens, self.room)
+
     def blocked(self, generated: int) -> tuple[int, ...]:
         """Ids that must not be chosen yet, because they would end the row before `min_tokens`."""
         return tuple(self.eos_ids | self.stop_ids) if generated < self.min_tokens else ()

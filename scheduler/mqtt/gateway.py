@@ -122,11 +122,15 @@ class Gateway:
     ) -> None:
         if self._runner is None:
             return
-        if error is None:
+        if error is not None:
+            await self._cancel_runner()
+            return
+        try:
             await self.stop(self._options.drain_s)
             await self._runner
-        else:
+        except asyncio.CancelledError:  # somebody does not want to wait for the clean end
             await self._cancel_runner()
+            raise
 
     async def ready(self) -> None:
         """Wait until both connections stand for the first time."""

@@ -26,7 +26,7 @@ CONTRACT = {
     "counter": {
         "requests_total": {"outcome": {"completed", "cancelled", "expired", "failed", "rejected"}},
         "rejected_total": {
-            "reason": {"invalid", "queue_full", "draining", "duplicate_id", "too_large", "unparsable"},
+            "reason": {"invalid", "queue_full", "draining", "failed", "duplicate_id", "too_large", "unparsable"},
         },
         "prompt_tokens_total": {"source": {"computed", "reused"}},
         "generated_tokens_total": {},

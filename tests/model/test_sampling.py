@@ -7,7 +7,7 @@ import torch
 
 from drumline.model.errors import EngineFailed, InvalidRequest
 from drumline.model.random_state import RandomState
-from drumline.model.sampling import WEIGHT_BITS, choose, distribution, log_probabilities, penalised
+from drumline.model.sampling import WEIGHT_BITS, choose, distribution, draw, log_probabilities, penalised
 from drumline.model.sampling_params import SamplingParams
 
 FIVE_THREE_TWO = np.log([0.5, 0.3, 0.2])
@@ -188,6 +188,37 @@ class TestFilters:
     def test_far_below_the_maximum_is_no_overflow(self):
         kept, _ = distribution(np.array([-1e308, 1e308, 0.0]), SamplingParams(temperature=2e-4, top_p=0.5))
         assert kept.tolist() == [1]
+
+
+class FixedDraw(RandomState):
+    """`index` is the draw itself."""
+
+    def draw(self) -> int:
+        return self.index
+
+
+class TestDraw:
+    @pytest.mark.parametrize(
+        ("index", "chosen"),
+        [
+            (0, 3),
+            (2**52 - 1, 3),
+            (2**52, 8),
+            (2**52 + 1, 8),
+            (2**52 + 2**51 - 1, 8),
+            (2**52 + 2**51, 9),
+            (2**53 - 1, 9),
+        ],
+    )
+    def test_running_sum_must_exceed_u_times_the_total(self, index: int, chosen: int):
+        kept, weights = np.array([3, 8, 9]), np.array([2, 1, 1]) * 2**37
+        assert draw(kept, weights, FixedDraw(0, 0, index)) == chosen
+
+    def test_total_that_is_no_power_of_two(self):
+        kept, weights = np.array([0, 1]), np.array([1, 2])
+        third = 2**53 // 3  # u · 3 is just below 1, and just above
+        assert draw(kept, weights, FixedDraw(0, 0, third)) == 0
+        assert draw(kept, weights, FixedDraw(0, 0, third + 1)) == 1
 
 
 class TestTrouble:

