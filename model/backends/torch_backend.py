@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from drumline.model.batch import KVStore, Segment, StepBatch
 from drumline.model.language_model import LanguageModel
-from drumline.model.layers import feed_forward, normalise, project_qkv, rope_tables, rotate
+from drumline.model.layers import feed_forward, linear, normalise, project_qkv, rope_tables, rotate
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,12 @@ class TorchBackend:
             for group, mask in zip(groups, masks, strict=True):
                 keys, values = kv.read(index, group.rows, mask.shape[-1])
                 mixed[group.tokens] = self._attend(query[group.tokens], keys, values, group, mask)
-            hidden = hidden + functional.linear(mixed.flatten(-2), layer.output, layer.output_bias)
+            hidden = hidden + linear(mixed.flatten(-2), layer.output, layer.output_bias)
             normed = normalise(config, hidden, layer.mlp_norm, layer.mlp_norm_bias)
             hidden = hidden + feed_forward(config, layer, normed)
         last = hidden[self._wanted(batch)]
         last = normalise(config, last, weights.final_norm, weights.final_norm_bias)
-        return StepOutput(functional.linear(last, weights.head).float().cpu(), groups)
+        return StepOutput(linear(last, weights.head).float().cpu(), groups)
 
     def _pack(self, batch: StepBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Token ids, row and position of each packed token, int64 `[tokens]` each."""

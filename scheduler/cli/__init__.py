@@ -1,5 +1,7 @@
 """The `drumline` command. Errors are one line on stderr and exit code 2."""
 
+import asyncio
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -11,7 +13,6 @@ from drumline.scheduler.cli import bench, demo, generate, ledger, serve, submit,
 app = typer.Typer(
     name="drumline",
     help="Batched generation for small language models: asyncio, MQTT, Prometheus.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -26,13 +27,19 @@ app.command("ledger")(ledger.ledger)
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command and exit: 0, or 1 where a comparison differs, or 2 after one clear line about what is wrong."""
+    # What it warns of reaches us as an exception, too, and that is the one line.
+    logging.getLogger("drumline.mqtt.aiomqtt").setLevel(logging.ERROR)
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = app(args=arguments, standalone_mode=False)
+        code = app(args=given or ["--help"], prog_name="drumline", standalone_mode=False)
     except typer.TyperException as error:
         _complain(error.format_message())
-    except (DrumlineError, OSError) as error:
+    except DrumlineError as error:
         _complain(str(error))
-    except (KeyboardInterrupt, typer.Abort):
+    except OSError as error:
+        text = error.strerror or str(error) or type(error).__name__
+        _complain(f"{error.filename}: {text}" if error.filename else text)
+    except (KeyboardInterrupt, asyncio.CancelledError, typer.Abort):
         print("drumline: interrupted", file=sys.stderr)
         sys.exit(130)
     else:

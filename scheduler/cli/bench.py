@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from drumline.model.language_model import LanguageModel
@@ -53,9 +52,9 @@ async def measure(
 ) -> Report:
     """Run the workload once, after a short warm-up, and report on it. Times in seconds."""
     async with make_scheduler(model, requests, rows, step_tokens, backend) as scheduler:
-        warm_up = Request(prompt_ids=(0,) * min(model.window - 1, 64), max_tokens=4, ignore_eos=True, overflow="stop")
+        warm_up = Request(prompt_ids=(0,) * min(model.window, 64), max_tokens=4, ignore_eos=True, overflow="stop")
         await (await scheduler.submit(warm_up)).result()
-    with Progress(console=options.progress_console, transient=True) as progress:
+    with options.progress() as progress:
         task = progress.add_task("jobs", total=len(requests))
         async with make_scheduler(model, requests, rows, step_tokens, backend) as scheduler:
             started = time.perf_counter()

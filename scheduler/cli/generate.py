@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, TextIO
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
 from drumline.model.errors import DrumlineError, InvalidRequest
 from drumline.model.language_model import LanguageModel
@@ -19,8 +19,12 @@ from drumline.scheduler.mqtt.codec import rejected_message, result_message
 from drumline.scheduler.request import Message, Request
 from drumline.scheduler.scheduler import Scheduler
 
+PROMPT_OPTIONS = ("raw", "max_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
+"""What a line of a file says for itself."""
+
 
 def generate(
+    context: typer.Context,
     prompt: Annotated[str | None, typer.Argument(help="Sent as a chat message where the model has a template.")] = None,
     input: Annotated[Path | None, typer.Option(help="JSON lines of requests, instead of a prompt.")] = None,
     output: Annotated[Path | None, typer.Option(help="Where the answers go, one JSON line each.")] = None,
@@ -46,6 +50,7 @@ def generate(
     if input is not None:
         if prompt is not None or output is None:
             raise InvalidRequest("--input", "goes with --output, and without a prompt")
+        _refuse_prompt_options(context)
         requests = read_workload(input)
         loaded = options.open_model(model, precision, window)
         failed = asyncio.run(_run_file(loaded, requests, output, rows, step_tokens, backend))
@@ -61,6 +66,13 @@ def generate(
         messages = (Message(role="user", content=prompt),)
         request = request.model_copy(update={"prompt": None, "messages": messages})
     asyncio.run(_stream(loaded, request, step_tokens, backend))
+
+
+def _refuse_prompt_options(context: typer.Context) -> None:
+    for name in PROMPT_OPTIONS:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise InvalidRequest(f"--{name.replace('_', '-')}", "goes with a prompt; a line of --input has its own")
 
 
 async def _stream(model: LanguageModel, request: Request, step_tokens: int, backend: str) -> None:
@@ -84,9 +96,9 @@ async def _run_file(
 ) -> int:
     """Answers in the order of the input; returns how many requests were refused or failed."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with output.open("w", encoding="utf-8") as lines, Progress(*columns, console=options.progress_console) as progress:
-        task = progress.add_task("requests", total=len(requests))
-        async with make_scheduler(model, requests, rows, step_tokens, backend) as scheduler:
+    async with make_scheduler(model, requests, rows, step_tokens, backend) as scheduler:
+        with output.open("w", encoding="utf-8") as lines, options.progress(*columns) as progress:
+            task = progress.add_task("requests", total=len(requests))
             answers = [asyncio.create_task(_answer(scheduler, request)) for request in requests]
             failed = 0
             for answer in answers:

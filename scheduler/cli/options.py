@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import torch
 import typer
 from rich.console import Console
+from rich.progress import Progress, ProgressColumn
 
 from drumline.model.errors import InvalidRequest, ModelLoadError
 from drumline.model.language_model import LanguageModel
@@ -32,6 +33,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 progress_console = Console(stderr=True)
 """Where progress goes, so that stdout carries results alone."""
+
+
+def progress(*columns: ProgressColumn) -> Progress:
+    """A progress bar on stderr that leaves nothing behind; none where stderr is no terminal."""
+    console = progress_console
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def open_model(path: Path | None, precision: Precision = "auto", window: int | None = None) -> LanguageModel:

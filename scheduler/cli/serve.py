@@ -4,7 +4,7 @@ import asyncio
 import logging
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
 
 import typer
@@ -79,25 +79,21 @@ def run_loop(main: Coroutine[Any, Any, None]) -> None:
 
 
 async def _serve(model: LanguageModel, settings: WorkerSettings) -> None:
-    stop = asyncio.Event()
-    _stop_on_signals(stop)
+    stop, task = asyncio.Event(), asyncio.current_task()
+    end_at_once = stop.set if task is None else task.cancel
+    _on_signals(end_at_once)  # nothing runs yet that could be finished
     async with run_worker(model, settings) as worker:
+        _on_signals(stop.set)
         _announce(model, worker, settings)
         await stop.wait()
+        _on_signals(end_at_once)
         print("draining: running jobs finish, no new ones are taken", file=sys.stderr, flush=True)
 
 
-def _stop_on_signals(stop: asyncio.Event) -> None:
-    """The first signal asks for a clean end, a second one cancels it."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-
-    def on_signal() -> None:
-        if stop.is_set() and task is not None:
-            task.cancel()
-        stop.set()
-
+def _on_signals(action: Callable[[], object]) -> None:
+    """What SIGTERM and Ctrl-C do from now on."""
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
+        asyncio.get_running_loop().add_signal_handler(number, action)
 
 
 def _announce(model: LanguageModel, worker: Worker, settings: WorkerSettings) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -14,6 +15,8 @@ from drumline.scheduler.mqtt.client import Client
 from drumline.scheduler.mqtt.connection import BrokerAddress, Protocol, parse_broker_url
 from drumline.scheduler.mqtt.topics import Topics
 from drumline.scheduler.request import Message, Request
+
+CANCEL_TIMEOUT_S = 2.0
 
 
 def submit(
@@ -64,9 +67,15 @@ async def _submit(
                 job = await client.submit(**fields)
         except TimeoutError:
             raise InvalidRequest("--broker", f"no worker accepted the job within {timeout:g} s") from None
-        async for chunk in job:
-            print(chunk.text, end="", flush=True)
-        result = await job.result()
+        try:
+            async for chunk in job:
+                print(chunk.text, end="", flush=True)
+            result = await job.result()
+        except asyncio.CancelledError:  # Ctrl-C: nobody reads on, so nobody need write on
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CANCEL_TIMEOUT_S):
+                    await job.cancel()
+            raise
     print(flush=True)
     first = "-" if result.timings.first_token_s is None else f"{result.timings.first_token_s:.2f} s"
     print(

@@ -8,13 +8,12 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.progress import Progress
 
 from drumline.model.language_model import LanguageModel
 from drumline.scheduler.cli import options
 from drumline.scheduler.cli.workload import SamplingName, make_scheduler, read_workload, with_sampling
 from drumline.scheduler.job import GenerationJob
-from drumline.scheduler.request import Request, Result
+from drumline.scheduler.request import Choice, Request, Result
 from drumline.scheduler.scheduler import Scheduler
 
 
@@ -61,7 +60,7 @@ async def run_both(
     model: LanguageModel, requests: Sequence[Request], rows: int, step_tokens: int, backend: str, preempt_every: int
 ) -> tuple[list[Result], list[Result]]:
     """Results of each request alone, and of all at once (preempted as asked)."""
-    with Progress(console=options.progress_console, transient=True) as progress:
+    with options.progress() as progress:
         task = progress.add_task("alone", total=len(requests))
         alone = []
         async with make_scheduler(model, requests, rows, step_tokens, backend) as scheduler:
@@ -100,13 +99,11 @@ def compare(alone: Sequence[Result], together: Sequence[Result]) -> dict[str, An
     for one, other in zip(alone, together, strict=True):
         one.raise_for_status()
         other.raise_for_status()
-        first, second = _ids(one), _ids(other)
-        ids_differ += first != second
-        agreeing = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), len(first))
-        p, q = _logprobs(one), _logprobs(other)
-        bits_differ += first != second or p.tobytes() != q.tobytes()
-        if agreeing:
-            largest = max(largest, float(np.abs(p[:agreeing] - q[:agreeing]).max()))
+        pairs = list(zip(one.choices, other.choices, strict=True))
+        same_ids = all(first.token_ids == second.token_ids for first, second in pairs)
+        ids_differ += not same_ids
+        bits_differ += not (same_ids and all(_bits(first) == _bits(second) for first, second in pairs))
+        largest = max(largest, *(_difference(first, second) for first, second in pairs))
     return {
         "jobs": len(alone),
         "ids_differ": ids_differ,
@@ -115,9 +112,16 @@ def compare(alone: Sequence[Result], together: Sequence[Result]) -> dict[str, An
     }
 
 
-def _ids(result: Result) -> list[int]:
-    return [token_id for choice in result.choices for token_id in choice.token_ids]
+def _bits(choice: Choice) -> bytes:
+    return np.array([item.logprob for item in choice.logprobs or ()], dtype=np.float32).tobytes()
 
 
-def _logprobs(result: Result) -> np.ndarray[Any, np.dtype[np.float32]]:
-    return np.array([item.logprob for choice in result.choices for item in choice.logprobs or ()], dtype=np.float32)
+def _difference(first: Choice, second: Choice) -> float:
+    """The largest, up to where the ids part: what follows answers another text."""
+    largest = 0.0
+    ids = zip(first.token_ids, second.token_ids, strict=False)
+    for (a, b), p, q in zip(ids, first.logprobs or (), second.logprobs or (), strict=False):
+        if a != b:
+            break
+        largest = max(largest, abs(p.logprob - q.logprob))
+    return largest

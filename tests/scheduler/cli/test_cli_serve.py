@@ -1,0 +1,159 @@
+"""`serve` and `submit` as the processes they are, over the embedded broker."""
+
+import json
+import re
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from drumline import Request, load_model
+from drumline.scheduler.mqtt.client import Client
+from drumline.scheduler.mqtt.connection import BrokerAddress, parse_broker_url
+from tests.drive import generate
+from tests.processes import CLI, finish, read_until, run_python, running_python
+
+FOOTER = r"\[(\w+): (\d+) \+ (\d+) tokens, first after [\d.]+ s, seed \d+\]\n"
+LONG = {"max_tokens": 250, "ignore_eos": True}
+
+
+class Worker:
+    """A running `drumline serve` and what it announced."""
+
+    def __init__(self, process) -> None:
+        self.process = process
+        self.title = read_until(process, r"^drumline serves .*")[0]
+        self.broker, port_v311 = read_until(process, r"broker +(mqtt://\S+) .* MQTT 3\.1\.1 on port (\d+)").groups()
+        self.broker_v311 = f"mqtt://127.0.0.1:{port_v311}"
+        read_until(process, r"jobs +drumline/v1/clients/<client>/submit")
+        self.metrics = read_until(process, r"metrics +(http://\S+)/metrics")[1]
+
+    @property
+    def address(self) -> BrokerAddress:
+        return parse_broker_url(self.broker)
+
+    def get(self, path: str) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(f"{self.metrics}{path}", timeout=10) as response:
+                return response.status, response.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
+
+def serve(checkpoint: Path, *options: str) -> tuple[str | Path, ...]:
+    return (*CLI, "serve", "--model", checkpoint, "--embedded-broker", "--metrics", "127.0.0.1:0", *options)
+
+
+@pytest.fixture(scope="module")
+def worker(checkpoint: Path) -> Iterator[Worker]:
+    with running_python(*serve(checkpoint, "--rows", "4")) as process:
+        yield Worker(process)
+        process.terminate()
+        assert finish(process) == (0, "", "draining: running jobs finish, no new ones are taken\n")
+
+
+async def test_submit_streams_an_answer_and_exits_0(worker: Worker, checkpoint: Path):
+    options = ("--broker", worker.broker, "--client", "desk", "--raw", "--max-tokens", "9")
+    run = run_python(*CLI, "submit", "hello", *options)
+    assert run.returncode == 0, run.stderr
+    assert re.fullmatch(FOOTER, run.stderr).groups() == ("budget", "5", "9")
+    (expected,) = await generate(load_model(checkpoint), Request(prompt="hello", max_tokens=9))
+    assert run.stdout == expected.text + "\n"
+
+
+@pytest.mark.parametrize("version", ["5", "3.1.1"])
+def test_submit_speaks_both_versions(cli, worker: Worker, version):
+    broker = worker.broker if version == "5" else worker.broker_v311
+    options = ("--broker", broker, "--mqtt", version, "--id", f"v{version[0]}", "--raw", "--max-tokens", 3)
+    run = cli("submit", "hello", *options)
+    assert (run.code, re.fullmatch(FOOTER, run.err).groups()) == (0, ("budget", "5", "3"))
+
+
+TOO_LONG = "prompt: has 2100 tokens, the window holds 2048; overflow='slide' keeps the last of them"
+NOBODY = ("--prefix", "nobody/here", "--timeout", "0.2")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("x" * 2100, "--raw"), TOO_LONG),
+        (("hello",), "messages: the model tiny has no chat template"),
+        (("hello", "--raw", *NOBODY), "--broker: no worker accepted the job within 0.2 s"),
+        (("hello", "--raw", "--deadline", "1e-9"), "job late ran out of time after 0 tokens"),
+    ],
+)
+def test_submit_says_in_one_line_why_not(cli, worker: Worker, options, message):
+    run = cli("submit", *options, "--broker", worker.broker, "--id", "late")
+    assert run.code == 2
+    assert run.err.splitlines()[-1] == f"drumline: {message}"
+
+
+def test_the_page_and_the_probes(cli, worker: Worker):
+    assert worker.title == "drumline serves tiny (float32, 4 rows of 2048 tokens)"
+    before = completed(worker)
+    assert cli("submit", "hello", "--broker", worker.broker, "--raw", "--max-tokens", 2).code == 0
+    assert completed(worker) == before + 1
+    for path in ("/healthz", "/readyz"):
+        status, body = worker.get(path)
+        assert (status, json.loads(body)) == (200, {"ok": True})
+    assert worker.get("/elsewhere")[0] == 404
+
+
+def completed(worker: Worker) -> float:
+    status, page = worker.get("/metrics")
+    assert status == 200
+    (family,) = [family for family in text_string_to_metric_families(page) if family.name == "drumline_requests"]
+    return sum(sample.value for sample in family.samples if sample.labels.get("outcome") == "completed")
+
+
+async def test_sigterm_finishes_what_runs_and_takes_no_more(checkpoint: Path):
+    with running_python(*serve(checkpoint, "--rows", "1")) as process:
+        worker = Worker(process)
+        async with Client(worker.address.host, worker.address.port, name="desk") as client:
+            running = await client.submit("a", id="running", **LONG)
+            waiting = await client.submit("b", id="waiting", max_tokens=3, ignore_eos=True)
+            await anext(aiter(running))
+            process.terminate()
+            results = [await job.result() for job in (running, waiting)]
+        assert [(result.stop_reason, len(result.token_ids)) for result in results] == [("budget", 250), ("budget", 3)]
+        assert finish(process) == (0, "", "draining: running jobs finish, no new ones are taken\n")
+
+
+async def test_what_does_not_finish_in_time_is_cancelled(checkpoint: Path):
+    with running_python(*serve(checkpoint, "--rows", "1", "--drain", "0")) as process:
+        worker = Worker(process)
+        async with Client(worker.address.host, worker.address.port, name="desk") as client:
+            running = await client.submit("a", id="running", max_tokens=2000, ignore_eos=True)
+            await anext(aiter(running))
+            process.send_signal(signal.SIGINT)
+            result = await running.result()
+        assert (result.stop_reason, result.status) == ("cancelled", "cancelled")
+        assert 1 <= len(result.token_ids) < 2000
+        assert finish(process)[0] == 0
+
+
+async def test_a_second_signal_ends_at_once(checkpoint: Path):
+    with running_python(*serve(checkpoint, "--rows", "1")) as process:
+        worker = Worker(process)
+        async with Client(worker.address.host, worker.address.port, name="desk") as client:
+            running = await client.submit("a", id="running", max_tokens=2000, ignore_eos=True)
+            await anext(aiter(running))
+            process.terminate()
+            assert process.stderr.readline().startswith("draining")
+            process.terminate()
+            assert finish(process) == (130, "", "drumline: interrupted\n")
+
+
+def test_a_signal_while_the_broker_is_away_ends_at_once(checkpoint: Path):
+    command = ("serve", "--model", checkpoint, "--broker", "mqtt://127.0.0.1:1", "--metrics", "127.0.0.1:0")
+    with running_python(*CLI, *command) as process:
+        assert "cannot connect to 127.0.0.1:1" in process.stderr.readline()
+        process.terminate()
+        code, out, err = finish(process)
+        assert (code, out, err.splitlines()[-1]) == (130, "", "drumline: interrupted")
+        assert "Traceback" not in err

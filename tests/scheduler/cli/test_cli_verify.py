@@ -1,0 +1,119 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from drumline import EngineFailed, Request, Result, SamplingParams, load_model
+from drumline.scheduler.cli import verify
+from drumline.scheduler.cli.verify import compare, run_both
+from tests.drive import generate
+from tests.tiny import tiny_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+KEYS = {"jobs", "ids_differ", "bits_differ", "max_logprob_difference"}
+LINES = [
+    {"prompt": "a", "max_tokens": 9},
+    {"prompt": "bcd", "max_tokens": 12, "sampling": {"temperature": 1.0, "seed": 4}},
+    {"prompt_ids": [7] * 40, "max_tokens": 10, "n": 2},
+]
+FLOAT32_NOISE = 1e-4
+
+
+@pytest.fixture
+async def results() -> list[Result]:
+    requests = [Request(prompt=text, max_tokens=6, ignore_eos=True, logprobs=0) for text in ("a", "bc", "def")]
+    return await generate(tiny_model(), *requests)
+
+
+def altered(result: Result, **changes: object) -> Result:
+    return replace(result, choices=(replace(result.choices[0], **changes),))
+
+
+def nudged(result: Result, index: int, to: float) -> Result:
+    logprobs = list(result.choices[0].logprobs)
+    logprobs[index] = replace(logprobs[index], logprob=to)
+    return altered(result, logprobs=tuple(logprobs))
+
+
+def test_equal_results(results):
+    assert compare(results, results) == {"jobs": 3, "ids_differ": 0, "bits_differ": 0, "max_logprob_difference": 0.0}
+
+
+def test_one_bit_is_enough(results):
+    before = results[1].choices[0].logprobs[2].logprob
+    after = float(np.nextafter(np.float32(before), np.float32(0)))
+    report = compare(results, [results[0], nudged(results[1], 2, after), results[2]])
+    assert report == {"jobs": 3, "ids_differ": 0, "bits_differ": 1, "max_logprob_difference": after - before}
+    assert report["max_logprob_difference"] > 0
+
+
+def test_other_ids_count_once_and_what_follows_them_is_not_compared(results):
+    ids = list(results[0].token_ids)
+    ids[3] ^= 1
+    changed = altered(nudged(nudged(results[0], 1, -2.5), 4, -99.0), token_ids=tuple(ids))
+    report = compare(results, [changed, *results[1:]])
+    assert (report["jobs"], report["ids_differ"], report["bits_differ"]) == (3, 1, 1)
+    assert report["max_logprob_difference"] == abs(results[0].choices[0].logprobs[1].logprob + 2.5)
+
+
+def test_a_shorter_answer_differs(results):
+    choice = results[2].choices[0]
+    shorter = altered(results[2], token_ids=choice.token_ids[:-1], logprobs=choice.logprobs[:-1])
+    report = compare(results, [*results[:2], shorter])
+    assert (report["ids_differ"], report["bits_differ"], report["max_logprob_difference"]) == (1, 1, 0.0)
+
+
+async def test_every_choice_counts(results):
+    (both,) = await generate(tiny_model(), Request(prompt="a", max_tokens=4, n=2, ignore_eos=True, logprobs=0))
+    first, second = both.choices
+    other = replace(both, choices=(first, replace(second, token_ids=(*second.token_ids[:-1], 0))))
+    assert compare([both], [other])["ids_differ"] == 1
+    parted = replace(
+        other, choices=(replace(first, token_ids=(0, *first.token_ids[1:])), nudged(both, 0, -1.5).choices[0])
+    )
+    assert compare([both], [parted])["max_logprob_difference"] == abs(second.logprobs[0].logprob + 1.5)
+
+
+def test_a_failed_job_cannot_be_compared(results):
+    with pytest.raises(EngineFailed, match="nonsense"):
+        compare(results, [altered(results[0], stop_reason="error", error="nonsense"), *results[1:]])
+
+
+@pytest.mark.parametrize("preempt_every", [0, 3])
+@pytest.mark.parametrize("sampling", ["greedy", "chat"])
+def test_report_and_exit_code_agree(cli, checkpoint: Path, workload, sampling, preempt_every):
+    options = ("--rows", 4, "--sampling", sampling, "--preempt-every", preempt_every, "--json")
+    run = cli("verify", workload(LINES), "--model", checkpoint, *options)
+    report = json.loads(run.out)
+    assert report.keys() == KEYS
+    assert (report["jobs"], report["ids_differ"], run.err) == (3, 0, "")
+    assert report["max_logprob_difference"] <= FLOAT32_NOISE
+    assert (report["max_logprob_difference"] > 0) <= (report["bits_differ"] > 0)
+    assert run.code == (1 if report["bits_differ"] else 0)
+
+
+def test_exit_1_where_an_answer_differs(cli, checkpoint: Path, workload, monkeypatch):
+    """Two real runs, of which the second is altered."""
+
+    async def and_alter(*arguments: object) -> tuple[list[Result], list[Result]]:
+        alone, together = await run_both(*arguments)
+        return alone, [altered(together[0], token_ids=(0,) * 9), *together[1:]]
+
+    monkeypatch.setattr(verify, "run_both", and_alter)
+    run = cli("verify", workload(LINES), "--model", checkpoint)
+    assert (run.code, run.err) == (1, "")
+    assert run.out.startswith("3 jobs: 1 with other ids, ")
+
+
+async def test_preempting_makes_rows_start_again(checkpoint: Path):
+    sampling = SamplingParams(temperature=1.0, seed=1)
+    request = Request(prompt="abc", max_tokens=10, ignore_eos=True, logprobs=0, sampling=sampling)
+    alone, together = await run_both(load_model(checkpoint), [request], 2, 256, "torch", preempt_every=3)
+    starts = [[step.input_length for step in run[0].steps if step.cache_before == 0] for run in (alone, together)]
+    assert starts[0] == [3]
+    assert len(starts[1]) > 2
+    assert starts[1] == sorted(starts[1])
+    assert alone[0].token_ids == together[0].token_ids
