@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from drumline.model.registry import packaged_model
-from drumline.scheduler.cli import app
+from drumline.scheduler.cli.app import app
 from drumline.scheduler.mqtt.codec import SubmitMessage
 from tests.processes import ROOT, run_python
 

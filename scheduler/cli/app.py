@@ -1,0 +1,19 @@
+"""The commands, one module each."""
+
+import typer
+
+from drumline.scheduler.cli import bench, demo, generate, ledger, serve, submit, verify
+
+app = typer.Typer(
+    name="drumline",
+    help="Batched generation for small language models: asyncio, MQTT, Prometheus.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("demo")(demo.demo)
+app.command("serve")(serve.serve)
+app.command("submit")(submit.submit)
+app.command("generate")(generate.generate)
+app.command("bench")(bench.bench)
+app.command("verify")(verify.verify)
+app.command("ledger")(ledger.ledger)
