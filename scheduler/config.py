@@ -13,13 +13,13 @@ MIN_PROMPT_TOKENS = 16
 
 
 class SchedulerConfig(Validated):
-    """Bounds and names of one scheduler; every bound is over requests, rows or tokens."""
+    """Bounds and names of one scheduler, checked; the defaults stand in the signature of `Scheduler`."""
 
-    rows: int = Field(default=16, ge=1, le=1024)
-    step_tokens: int = Field(default=256, ge=MIN_PROMPT_TOKENS)
-    queue_requests: int = Field(default=1024, ge=1)
-    queue_tokens: int = Field(default=4_000_000, ge=1)
+    rows: int = Field(ge=1, le=1024)
+    step_tokens: int = Field(ge=MIN_PROMPT_TOKENS)
+    queue_requests: int = Field(ge=1)
+    queue_tokens: int = Field(ge=1)
     """Prompt tokens and token budgets of all queued requests together."""
-    backend: str = "torch"
-    require_exact: bool = False
-    name: str = Field(default="main", min_length=1, max_length=64)
+    backend: str
+    require_exact: bool
+    name: str = Field(min_length=1, max_length=64)

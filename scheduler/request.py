@@ -69,6 +69,11 @@ class Request(Validated):
     overflow: Literal["stop", "slide"] | None = None
     """What a full window does; None is the model's own habit (`slide` for the course model, else `stop`)."""
 
+    @property
+    def text_length(self) -> int:
+        """Characters that are to be tokenised."""
+        return len(self.prompt or "") + sum(len(message.content) for message in self.messages or ())
+
     @model_validator(mode="after")
     def _one_prompt(self) -> Self:
         given = [name for name in ("prompt", "prompt_ids", "messages") if getattr(self, name) is not None]

@@ -3,11 +3,12 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import takewhile
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 from uuid import uuid4
 
 from prometheus_client import CollectorRegistry
@@ -17,7 +18,7 @@ from drumline.metrics.instruments import Instruments, RejectReason, watch_loop_l
 from drumline.model.backends import make_backend
 from drumline.model.errors import DrumlineError, EngineFailed, InvalidRequest, QueueFull, SchedulerClosed
 from drumline.model.language_model import LanguageModel
-from drumline.scheduler.admission import Admission
+from drumline.scheduler.admission import Admission, Admitted
 from drumline.scheduler.config import VERSION, SchedulerConfig
 from drumline.scheduler.engine import Statistics
 from drumline.scheduler.job import GenerationJob
@@ -28,6 +29,9 @@ from drumline.scheduler.request import Request
 from drumline.scheduler.sequence import Sequence
 from drumline.scheduler.step import StepReport, StepRunner
 from drumline.scheduler.totals import StepTotals
+
+LONG_TEXT = 20_000
+"""Characters beyond which tokenising would hold the event loop up for tens of milliseconds."""
 
 _log = logging.getLogger("drumline")
 
@@ -46,23 +50,37 @@ class Scheduler:
         self,
         model: LanguageModel,
         *,
+        rows: int = 16,
+        step_tokens: int = 256,
+        queue_requests: int = 1024,
+        queue_tokens: int = 4_000_000,
+        backend: str = "torch",
+        require_exact: bool = False,
         registry: CollectorRegistry | None = None,
+        name: str = "main",
         clock: Callable[[], float] = time.monotonic,
-        **settings: Any,
     ) -> None:
-        self.config = SchedulerConfig(**settings)
+        self.config = SchedulerConfig(
+            rows=rows,
+            step_tokens=step_tokens,
+            queue_requests=queue_requests,
+            queue_tokens=queue_tokens,
+            backend=backend,
+            require_exact=require_exact,
+            name=name,
+        )
         self.model = model
-        backend = make_backend(self.config.backend, model)
-        if self.config.require_exact and not model.exact:
-            raise InvalidRequest("require_exact", f"precision {model.precision} on {backend.name} is not exact")
+        engine = make_backend(backend, model)
+        if require_exact and not model.exact:
+            raise InvalidRequest("require_exact", f"precision {model.precision} on {engine.name} is not exact")
         self.registry = CollectorRegistry() if registry is None else registry
         self._clock = clock
-        self._pool = CachePool(model, self.config.rows)
-        self._queue: RequestQueue[Sequence] = RequestQueue(self.config.queue_requests, self.config.queue_tokens)
-        self._admission = Admission(model, self.config.rows)
-        self._runner = StepRunner(backend, self._pool)
-        self.instruments = _instruments(self.registry, self.config.name)
-        self.instruments.identify(version=VERSION, model=model.name, precision=model.precision, backend=backend.name)
+        self._pool = CachePool(model, rows)
+        self._queue: RequestQueue[Sequence] = RequestQueue(queue_requests, queue_tokens)
+        self._admission = Admission(model, rows)
+        self._runner = StepRunner(engine, self._pool)
+        self.instruments = _instruments(self.registry, name)
+        self.instruments.identify(version=VERSION, model=model.name, precision=model.precision, backend=engine.name)
         self._rows = LiveRows(self._pool, self._queue, self.instruments, clock, self._sequence_ended)
         self._totals = StepTotals()
         self._jobs: dict[str, GenerationJob] = {}
@@ -71,7 +89,7 @@ class Scheduler:
         self._quiet.set()
         self._closed = self._draining = False
         self._failure: str | None = None
-        self._torch = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"drumline-{self.config.name}")
+        self._torch = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"drumline-{name}")
         self._tasks: list[asyncio.Task[None]] = []
         self._publish_levels()
 
@@ -104,7 +122,13 @@ class Scheduler:
 
         Raises `InvalidRequest`, `SchedulerClosed`, `EngineFailed`.
         """
-        job = self._make_job(request)
+        with self._refusals_counted():
+            self._check_open()
+            if request.text_length > LONG_TEXT:
+                admitted = await asyncio.to_thread(self._admission.admit, request)
+            else:
+                admitted = self._admission.admit(request)
+        job = self._make_job(admitted)
         async with self._turnstile:
             while True:
                 try:
@@ -115,7 +139,10 @@ class Scheduler:
 
     def submit_nowait(self, request: Request) -> GenerationJob:
         """Accept a request at once; raises `QueueFull` besides what `submit` raises."""
-        job = self._make_job(request)
+        with self._refusals_counted():
+            self._check_open()
+            admitted = self._admission.admit(request)
+        job = self._make_job(admitted)
         try:
             return self._enqueue(job)
         except QueueFull:
@@ -186,25 +213,16 @@ class Scheduler:
         if alive != set(self._rows.by_row):
             raise RuntimeError(f"pool says rows {sorted(alive)} live, the scheduler {sorted(self._rows.by_row)}")
 
-    def _make_job(self, request: Request) -> GenerationJob:
-        try:
-            self._check_open()
-            admitted = self._admission.admit(request)
-            job_id = request.id or uuid4().hex
-            self._check_id(job_id)
-        except DrumlineError as error:
-            self._count_rejection(error)
-            raise
+    def _make_job(self, admitted: Admitted) -> GenerationJob:
+        job_id = admitted.request.id or uuid4().hex
         return GenerationJob(job_id, admitted, self.model, self._clock(), self._cancel_asked)
 
     def _enqueue(self, job: GenerationJob) -> GenerationJob:
         """Put a job in the queue; raises `QueueFull` when it does not fit (the caller decides what that means)."""
-        try:
+        with self._refusals_counted():
             self._check_open()
-            self._check_id(job.id)
-        except DrumlineError as error:
-            self._count_rejection(error)
-            raise
+            if job.id in self._jobs:
+                raise InvalidRequest("id", f"a job {job.id} is queued or running")
         if job.request.max_tokens > 0:
             self._rows.enqueue(job.sequences)
         self._jobs[job.id] = job
@@ -221,17 +239,18 @@ class Scheduler:
         if self._draining or self._closed or not self._tasks:
             raise SchedulerClosed("the scheduler is draining or closed" if self._tasks else "enter the scheduler first")
 
-    def _check_id(self, job_id: str) -> None:
-        if job_id in self._jobs:
-            raise InvalidRequest("id", f"a job {job_id} is queued or running")
-
-    def _count_rejection(self, error: DrumlineError) -> None:
-        reason: RejectReason = "draining"
-        if isinstance(error, EngineFailed):
-            reason = "failed"
-        elif isinstance(error, InvalidRequest):
-            reason = "duplicate_id" if error.field == "id" else "invalid"
-        self.instruments.rejected(reason)
+    @contextmanager
+    def _refusals_counted(self) -> Iterator[None]:
+        try:
+            yield
+        except DrumlineError as error:
+            reason: RejectReason = "draining"
+            if isinstance(error, EngineFailed):
+                reason = "failed"
+            elif isinstance(error, InvalidRequest):
+                reason = "duplicate_id" if error.field == "id" else "invalid"
+            self.instruments.rejected(reason)
+            raise
 
     def _cancel_asked(self) -> None:
         self._rows.cancel_asked = True
@@ -243,12 +262,12 @@ class Scheduler:
                 if not await self._turn():
                     await self._wake.wait()
                 self._wake.clear()
-        except BaseException as error:  # nothing may leave callers waiting for ever, the loop's cancellation neither
-            if isinstance(error, asyncio.CancelledError):
-                self._fail("the scheduler's loop was cancelled")
-                raise
+        except Exception as error:  # nothing may leave callers waiting for ever
             _log.exception("the engine failed; everything that runs or waits ends with an error")
             self._fail(f"{type(error).__name__}: {error}")
+        except BaseException:
+            self._fail("the scheduler's loop was cancelled")
+            raise
 
     async def _turn(self) -> bool:
         """One turn of the loop: sweep, seat, plan, step, commit. False when there was nothing to step."""

@@ -73,15 +73,6 @@ DEFAULTS = {
         "allowed_ids": None,
         "seed": None,
     },
-    SchedulerConfig: {
-        "rows": 16,
-        "step_tokens": 256,
-        "queue_requests": 1024,
-        "queue_tokens": 4_000_000,
-        "backend": "torch",
-        "require_exact": False,
-        "name": "main",
-    },
 }
 
 
@@ -161,8 +152,19 @@ def test_load_model_signature():
 
 def test_scheduler_signature_and_verbs():
     parameters = inspect.signature(Scheduler).parameters
-    assert list(parameters) == ["model", "registry", "clock", "settings"]
-    assert parameters["registry"].default is None
+    assert {name: parameter.default for name, parameter in parameters.items() if name not in ("model", "clock")} == {
+        "rows": 16,
+        "step_tokens": 256,
+        "queue_requests": 1024,
+        "queue_tokens": 4_000_000,
+        "backend": "torch",
+        "require_exact": False,
+        "registry": None,
+        "name": "main",
+    }
+    assert list(SchedulerConfig.model_fields) == [
+        name for name in parameters if name not in ("model", "clock", "registry")
+    ]
     verbs = {name for name in vars(Scheduler) if not name.startswith("_")}
     assert verbs == {
         "submit",

@@ -129,13 +129,11 @@ def assert_reason(model: LanguageModel, part: Part, result: Result) -> None:
         assert len(ids) == WINDOW - len(part.prompt_ids) + 1
 
 
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("family", FAMILIES)
-def test_batched_cached_chunked_rows_equal_the_oracle(family: str, record_property):
+def judge_scripts(family: str, examples: int, record_property) -> None:
     model = tiny_model(family, window=WINDOW)
     total, scripts = Ties(), 0
 
-    @settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.too_slow])
+    @settings(deadline=None, max_examples=examples, suppress_health_check=[HealthCheck.too_slow])
     @given(
         others=st.lists(parts(), min_size=1, max_size=8),
         rows=st.integers(2, 5),
@@ -162,9 +160,23 @@ def test_batched_cached_chunked_rows_equal_the_oracle(family: str, record_proper
         f"{family}: {scripts} scripts, {total.steps} steps, {total.count} ids differ where the judge is undecided, "
         f"largest logit difference {total.largest_difference:.2g}"
     )
-    assert scripts >= 8
+    assert scripts >= examples
     assert total.steps > 100
     assert total.count <= total.steps // 100
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_batched_cached_chunked_rows_equal_the_oracle(family: str, record_property):
+    judge_scripts(family, 8, record_property)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_many_more_scripts_equal_the_oracle(family: str, record_property):
+    judge_scripts(family, 400, record_property)
 
 
 @pytest.mark.usefixtures("one_thread")

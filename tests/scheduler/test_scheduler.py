@@ -80,7 +80,6 @@ class TestBounds:
             ({"name": ""}, "name"),
             ({"backend": "magic"}, "backend"),
             ({"require_exact": True}, "require_exact"),
-            ({"row": 4}, "row"),
         ],
     )
     async def test_bad_settings_are_named(self, settings: dict, field: str):
