@@ -11,6 +11,7 @@ from rich.table import Table
 
 from drumline.model.errors import EngineFailed
 from drumline.model.language_model import LanguageModel
+from drumline.model.sampling_params import SamplingParams
 from drumline.scheduler.cli import options
 from drumline.scheduler.cli.lanes import Lane, Lanes
 from drumline.scheduler.cli.serve import run_loop
@@ -18,25 +19,26 @@ from drumline.scheduler.cli.worker import Worker, WorkerSettings, run_worker
 from drumline.scheduler.mqtt.client import Client, RemoteJob
 from drumline.scheduler.request import Message, Result
 
+NOTICE = (
+    "Summarise this notice in one sentence: The workshop will be closed on Friday from noon because the floor is being "
+    "repainted. Machines 3 and 4 must be switched off and covered by eleven. Finished parts that are to be shipped on "
+    "Monday should be brought to the loading bay on Thursday evening, since the forklift cannot pass the wet floor. "
+    "Anyone who needs access during the weekend should ask Maria for a key."
+)
+# prompt, token budget, repetition penalty: each row has parameters of its own
 PROMPTS = (
-    ("What is the capital of France?", 24),
-    ("Name three primary colours.", 32),
-    ("Write one sentence about the sea.", 40),
-    ("Give me a short recipe for pancakes.", 120),
-    ("Explain in two sentences why the sky is blue.", 72),
-    ("What is 7 times 8?", 16),
-    ("Write a short story about a robot that learns to paint, with a beginning, a middle and an end.", 200),
-    ("Translate 'good morning' into Spanish.", 24),
-    ("List five things to check before a long bicycle tour.", 110),
-    (
-        "Summarise this notice in one sentence: The workshop will be closed on Friday from noon because the floor is "
-        "being repainted. Machines 3 and 4 must be switched off and covered by eleven. Finished parts that are to be "
-        "shipped on Monday should be brought to the loading bay on Thursday evening, since the forklift cannot pass "
-        "the wet floor. Anyone who needs access during the weekend should ask Maria for a key.",
-        64,
-    ),
-    ("Write a polite e-mail that asks a supplier when an order of bearings will arrive.", 140),
-    ("Say hello.", 12),
+    ("What is the capital of France?", 24, 1.0),
+    ("Name three primary colours.", 60, 1.1),
+    ("Write one sentence about the sea.", 48, 1.0),
+    ("Give me a short recipe for pancakes.", 160, 1.1),
+    ("Explain in two sentences why the sky is blue.", 90, 1.1),
+    ("What is 2 + 2?", 24, 1.0),
+    ("Write a short story about a robot that learns to paint.", 200, 1.1),
+    ("How many days are in a week?", 24, 1.0),
+    ("List five things to check before a long bicycle tour.", 140, 1.1),
+    (NOTICE, 64, 1.0),
+    ("Write a polite e-mail that asks a supplier when an order of bearings will arrive.", 160, 1.1),
+    ("Say hello.", 40, 1.0),
 )
 PIPED_WIDTH = 110
 """Columns where the output is no terminal and so has no width of its own."""
@@ -74,7 +76,7 @@ async def _demo(model: LanguageModel, rows: int) -> None:
             f"{len(PROMPTS)} prompts over MQTT at once"
         )
         started = time.perf_counter()
-        with Lanes(console, [Lane(_name(i), prompt, budget) for i, (prompt, budget) in enumerate(PROMPTS)]) as lanes:
+        with Lanes(console, [Lane(_name(i), prompt, budget) for i, (prompt, budget, _) in enumerate(PROMPTS)]) as lanes:
             async with Client(worker.broker.host, worker.broker.port, name="demo") as client:
                 answers = await asyncio.gather(*(_ask(client, lanes, index) for index in range(len(PROMPTS))))
         wall_s = time.perf_counter() - started
@@ -93,12 +95,13 @@ def _name(index: int) -> str:
 
 
 async def _ask(client: Client, lanes: Lanes, index: int) -> Answer:
-    prompt, budget = PROMPTS[index]
+    prompt, budget, penalty = PROMPTS[index]
     sent = time.perf_counter()
     job = await client.submit(
         id=_name(index),
         messages=(Message(role="user", content=prompt),),
         max_tokens=budget,
+        sampling=SamplingParams(repetition_penalty=penalty),
     )
     first_token_s = await _follow(job, lanes, index, sent)
     result = await job.result()
