@@ -25,8 +25,9 @@ check: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy examples benchmarks
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -q tests/test_public_surface.py
+	$(BIN)/python -m pytest -q tests/test_public_surface.py tests/test_canaries.py
 
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/run.py

@@ -129,7 +129,7 @@ async def read_post(reader: asyncio.StreamReader) -> tuple[dict[str, str], bytes
     if method != "POST":
         raise HttpError(HTTPStatus.METHOD_NOT_ALLOWED)
     length = headers.get("content-length", "")
-    if not (length.isascii() and length.isdigit()):
+    if not (length.isascii() and length.isdigit() and len(length) < 20):
         raise HttpError(HTTPStatus.LENGTH_REQUIRED)
     if int(length) > MAX_BODY_BYTES:
         raise HttpError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)

@@ -35,7 +35,9 @@ def read_gguf(path: Path) -> GgufFile:
         reader = GGUFReader(path)
         metadata = {name: _value(field) for name, field in reader.fields.items()}
     except Exception as error:  # the library meets damage with whatever numpy and its own lookups raise
-        raise ModelLoadError(f"not a whole GGUF file: {type(error).__name__}: {error}") from error
+        raise ModelLoadError(
+            f"not a whole GGUF file: it ends too early or is damaged ({type(error).__name__}: {error})"
+        ) from error
     return GgufFile(metadata, {tensor.name: _stored(tensor) for tensor in reader.tensors})
 
 

@@ -27,6 +27,8 @@ class Admission:
 
     def admit(self, request: Request) -> Admitted:
         """Tokenise and check; raises `InvalidRequest` that names the field and the limit."""
+        if not isinstance(request, Request):
+            raise InvalidRequest("request", f"must be a Request, not {type(request).__name__}")
         if request.n > self._rows:
             raise InvalidRequest("n", f"must not exceed the scheduler's rows ({self._rows})")
         request.sampling.check_vocabulary(self._model.config.vocab_size)

@@ -64,8 +64,11 @@ class Job(Protocol):
 class Engine(Protocol):
     """Takes requests and runs them."""
 
-    async def submit(self, request: Request) -> Job:
-        """Accept, waiting for room in the queue; raises `InvalidRequest`, `SchedulerClosed`."""
+    async def submit(self, request: Request, *, wait: bool = True) -> Job:
+        """Accept, waiting for room in the queue unless `wait` is False, when a full one raises `QueueFull`.
+
+        Raises `InvalidRequest`, `SchedulerClosed`. Unlike `submit_nowait` it never holds the event loop up.
+        """
 
     def submit_nowait(self, request: Request) -> Job:
         """Accept at once or raise `QueueFull`, `InvalidRequest`, `SchedulerClosed`."""

@@ -117,18 +117,20 @@ class Scheduler:
         """Whether a request would be taken now."""
         return self.healthy and bool(self._tasks) and not self._draining
 
-    async def submit(self, request: Request) -> GenerationJob:
-        """Accept a request, waiting while the queue is full.
+    async def submit(self, request: Request, *, wait: bool = True) -> GenerationJob:
+        """Accept a request, waiting while the queue is full; with `wait=False` that raises `QueueFull`.
 
-        Raises `InvalidRequest`, `SchedulerClosed`, `EngineFailed`.
+        Raises `InvalidRequest`, `SchedulerClosed`, `EngineFailed`. A long text is tokenised in a thread.
         """
         with self._refusals_counted():
             self._check_open()
-            if request.text_length > LONG_TEXT:
+            if isinstance(request, Request) and request.text_length > LONG_TEXT:
                 admitted = await asyncio.to_thread(self._admission.admit, request)
             else:
                 admitted = self._admission.admit(request)
         job = self._make_job(admitted)
+        if not wait:
+            return self._enqueue_at_once(job)
         async with self._turnstile:
             while True:
                 try:
@@ -142,12 +144,7 @@ class Scheduler:
         with self._refusals_counted():
             self._check_open()
             admitted = self._admission.admit(request)
-        job = self._make_job(admitted)
-        try:
-            return self._enqueue(job)
-        except QueueFull:
-            self.instruments.rejected("queue_full")
-            raise
+        return self._enqueue_at_once(self._make_job(admitted))
 
     def preempt(self, job: GenerationJob) -> None:
         """Take a running job's rows at the next step boundary and put it back at the head of the queue.
@@ -216,6 +213,13 @@ class Scheduler:
     def _make_job(self, admitted: Admitted) -> GenerationJob:
         job_id = admitted.request.id or uuid4().hex
         return GenerationJob(job_id, admitted, self.model, self._clock(), self._cancel_asked)
+
+    def _enqueue_at_once(self, job: GenerationJob) -> GenerationJob:
+        try:
+            return self._enqueue(job)
+        except QueueFull:
+            self.instruments.rejected("queue_full")
+            raise
 
     def _enqueue(self, job: GenerationJob) -> GenerationJob:
         """Put a job in the queue; raises `QueueFull` when it does not fit (the caller decides what that means)."""

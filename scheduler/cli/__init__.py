@@ -19,12 +19,12 @@ SPIN_COUNT = "1000"
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command and exit: 0, or 1 where a comparison differs, or 2 after one clear line about what is wrong."""
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
-    from drumline.scheduler.cli.app import app
-
     # What it warns of reaches us as an exception, too, and that is the one line.
     logging.getLogger("drumline.mqtt.aiomqtt").setLevel(logging.ERROR)
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        from drumline.scheduler.cli.app import app  # takes seconds: an interruption meanwhile is no traceback either
+
         code = app(args=given or ["--help"], prog_name="drumline", standalone_mode=False)
     except typer.TyperException as error:
         _complain(error.format_message())

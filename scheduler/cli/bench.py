@@ -1,6 +1,5 @@
 """`drumline bench`: how fast a workload runs when all of it is queued at once."""
 
-import asyncio
 import json
 import time
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from rich.table import Table
 
 from drumline.model.language_model import LanguageModel
 from drumline.scheduler.cli import options
+from drumline.scheduler.cli.loop import run_loop
 from drumline.scheduler.cli.workload import SamplingName, make_scheduler, read_workload, run_all, with_sampling
 from drumline.scheduler.engine import Statistics
 from drumline.scheduler.request import Request, Result
@@ -26,7 +26,7 @@ def bench(
     model: options.ModelPath = None,
     rows: options.Rows = 16,
     sampling: Annotated[SamplingName, typer.Option(help="chat: temperature 0.8, top-k 50, top-p 0.9.")] = "greedy",
-    seed: Annotated[int, typer.Option(help="Added to the line number as each line's seed.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the first line; each further one counts one up.")] = 0,
     step_tokens: options.StepTokens = 256,
     reuse: options.Reuse = "off",
     window: options.Window = None,
@@ -40,7 +40,7 @@ def bench(
     options.use_threads(threads)
     requests = with_sampling(read_workload(workload), sampling, seed)
     loaded = options.open_model(model, precision, window)
-    report = asyncio.run(measure(loaded, requests, rows, step_tokens, backend))
+    report = run_loop(measure(loaded, requests, rows, step_tokens, backend))
     if as_json:
         print(json.dumps(report))
     else:

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from drumline.model.errors import EngineFailed
 from drumline.model.language_model import LanguageModel
 from drumline.model.sampling_params import SamplingParams
 from drumline.scheduler.cli import options
 from drumline.scheduler.cli.lanes import Lane, Lanes
-from drumline.scheduler.cli.serve import run_loop
+from drumline.scheduler.cli.loop import run_loop
 from drumline.scheduler.cli.worker import Worker, WorkerSettings, run_worker
 from drumline.scheduler.mqtt.client import Client, RemoteJob
 from drumline.scheduler.request import Message, Result
@@ -80,11 +81,11 @@ async def _demo(model: LanguageModel, rows: int) -> None:
             async with Client(worker.broker.host, worker.broker.port, name="demo") as client:
                 answers = await asyncio.gather(*(_ask(client, lanes, index) for index in range(len(PROMPTS))))
         wall_s = time.perf_counter() - started
-        console.print(_answers_table(answers))
+        console.print(answers_table(answers))
         _print_totals(console, answers, wall_s, worker)
         console.print(f"\nfrom {worker.exporter.url}/metrics")
         for line in await asyncio.to_thread(_scrape, f"{worker.exporter.url}/metrics"):
-            console.print(f"  {line}", highlight=False, soft_wrap=True)
+            console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
     failed = [answer.result.id for answer in answers if answer.result.status != "completed"]
     if failed:
         raise EngineFailed(f"jobs did not complete: {', '.join(failed)}")
@@ -118,7 +119,8 @@ async def _follow(job: RemoteJob, lanes: Lanes, index: int, sent: float) -> floa
     return first_token_s
 
 
-def _answers_table(answers: list[Answer]) -> Table:
+def answers_table(answers: list[Answer]) -> Table:
+    """One line a prompt."""
     table = Table(title="answers", show_lines=True, expand=True)
     table.add_column("prompt", ratio=2)
     table.add_column("answer", ratio=5)
@@ -129,8 +131,8 @@ def _answers_table(answers: list[Answer]) -> Table:
         usage, timings = answer.result.usage, answer.result.timings
         rate = (usage.generated_tokens - 1) / timings.decode_s if timings.decode_s else 0.0
         table.add_row(
-            _shortened(answer.prompt, 80),
-            _shortened(" ".join(answer.result.text.split()), 280),
+            Text(_shortened(answer.prompt, 80)),  # as it is: a model may write what rich would read as markup
+            Text(_shortened(" ".join(answer.result.text.split()), 280)),
             answer.result.stop_reason,
             f"{usage.prompt_tokens} + {usage.generated_tokens}",
             f"{answer.first_token_s:.2f} s",

@@ -14,6 +14,7 @@ from drumline.model.errors import DrumlineError, InvalidRequest
 from drumline.model.language_model import LanguageModel
 from drumline.model.sampling_params import SamplingParams
 from drumline.scheduler.cli import options
+from drumline.scheduler.cli.loop import run_loop
 from drumline.scheduler.cli.workload import make_scheduler, read_workload
 from drumline.scheduler.mqtt.codec import rejected_message, result_message
 from drumline.scheduler.request import Message, Request
@@ -51,10 +52,15 @@ def generate(
         if prompt is not None or output is None:
             raise InvalidRequest("--input", "goes with --output, and without a prompt")
         _refuse_prompt_options(context)
+        if output.exists() and output.samefile(input):
+            raise InvalidRequest("--output", "must not be the input")
         requests = read_workload(input)
         loaded = options.open_model(model, precision, window)
-        failed = asyncio.run(_run_file(loaded, requests, output, rows, step_tokens, backend))
-        raise typer.Exit(1 if failed else 0)
+        failed = run_loop(_run_file(loaded, requests, output, rows, step_tokens, backend))
+        if failed:
+            print(f"drumline: {failed} of {len(requests)} requests did not complete: see {output}", file=sys.stderr)
+            raise typer.Exit(1)
+        return
     if prompt is None or output is not None:
         raise InvalidRequest("PROMPT", "give a prompt, or --input and --output")
     sampling = SamplingParams(
@@ -65,7 +71,7 @@ def generate(
     if loaded.chat_template is not None and not raw:
         messages = (Message(role="user", content=prompt),)
         request = request.model_copy(update={"prompt": None, "messages": messages})
-    asyncio.run(_stream(loaded, request, step_tokens, backend))
+    run_loop(_stream(loaded, request, rows, step_tokens, backend))
 
 
 def _refuse_prompt_options(context: typer.Context) -> None:
@@ -75,8 +81,8 @@ def _refuse_prompt_options(context: typer.Context) -> None:
             raise InvalidRequest(f"--{name.replace('_', '-')}", "goes with a prompt; a line of --input has its own")
 
 
-async def _stream(model: LanguageModel, request: Request, step_tokens: int, backend: str) -> None:
-    async with make_scheduler(model, [request], 1, step_tokens, backend) as scheduler:
+async def _stream(model: LanguageModel, request: Request, rows: int, step_tokens: int, backend: str) -> None:
+    async with make_scheduler(model, [request], rows, step_tokens, backend) as scheduler:
         job = await scheduler.submit(request)
         async for chunk in job:
             print(chunk.text, end="", flush=True)
@@ -100,11 +106,9 @@ async def _run_file(
         with output.open("w", encoding="utf-8") as lines, options.progress(*columns) as progress:
             task = progress.add_task("requests", total=len(requests))
             answers = [asyncio.create_task(_answer(scheduler, request)) for request in requests]
-            failed = 0
             for answer in answers:
-                failed += _write(lines, await answer)
-                progress.advance(task)
-    return failed
+                answer.add_done_callback(lambda _: progress.advance(task))
+            return sum([_write(lines, await answer) for answer in answers])
 
 
 async def _answer(scheduler: Scheduler, request: Request) -> dict[str, object]:

@@ -64,7 +64,7 @@ class Lanes:
 
     def _say(self, line: str) -> None:
         if not self._live.is_started:
-            self._console.print(line, highlight=False)
+            self._console.print(line, highlight=False, markup=False, emoji=False)
 
     def _table(self) -> Table:
         table = Table.grid(padding=(0, 1), expand=True)

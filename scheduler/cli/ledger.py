@@ -11,6 +11,8 @@ from rich.table import Table
 from drumline.model.errors import InvalidRequest
 from drumline.scheduler.cli import options
 
+IN_MEGABYTES = ("weight_bytes", "kv_bytes", "total_bytes")
+
 
 def ledger(
     model: options.ModelPath = None,
@@ -37,5 +39,8 @@ def ledger(
         return
     table = Table(title=f"{loaded.name}, {loaded.precision}", show_header=False)
     for name, value in figures.items():
-        table.add_row(name, f"{value:,}" + (f"  ({value / 1e6:,.1f} MB)" if name.endswith("_bytes") else ""))
+        table.add_row(
+            name,
+            f"{value:,}" + (f"  ({value / 1e6:,.1f} MB)" if name in IN_MEGABYTES else ""),
+        )
     Console().print(table)

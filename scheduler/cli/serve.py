@@ -2,17 +2,16 @@
 
 import asyncio
 import logging
-import signal
 import sys
-from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
 
 import typer
 
 from drumline.metrics.exporter import parse_address
-from drumline.model.errors import InvalidRequest
+from drumline.model.errors import EngineFailed, InvalidRequest
 from drumline.model.language_model import LanguageModel
 from drumline.scheduler.cli import options
+from drumline.scheduler.cli.loop import on_signals, run_loop
 from drumline.scheduler.cli.worker import Worker, WorkerSettings, run_worker
 from drumline.scheduler.mqtt.connection import parse_broker_url
 
@@ -35,11 +34,18 @@ def serve(
     precision: options.PrecisionName = "auto",
     backend: options.BackendName = "torch",
     metrics: Metrics = DEFAULT_METRICS,
+    reply_prefix: Annotated[
+        list[str] | None,
+        typer.Option(help="Where response topics may lie beside the client's own. Repeatable."),
+    ] = None,
     drain: Annotated[float, typer.Option(min=0, help="Seconds that SIGTERM leaves to running jobs.")] = 30.0,
     threads: options.Threads = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Log every refusal and reconnection.")] = False,
 ) -> None:
-    """Serve a model over MQTT until SIGTERM or Ctrl-C, which finish what runs first; a second one stops at once."""
+    """Serve a model over MQTT until SIGTERM or Ctrl-C, which finish what runs first; a second one stops at once.
+
+    One worker serves a prefix: two of them on one broker would each run every job.
+    """
     if (broker is None) != embedded_broker:
         raise InvalidRequest("--broker", "give either --broker mqtt://HOST:PORT or --embedded-broker")
     settings = WorkerSettings(
@@ -51,6 +57,7 @@ def serve(
         name=name,
         prefix=prefix,
         protocol=options.mqtt_protocol(mqtt),
+        reply_prefixes=tuple(reply_prefix or ()),
         drain_s=drain,
     )
     logging.basicConfig(
@@ -68,38 +75,41 @@ def metrics_address(text: str) -> tuple[str, int]:
         raise InvalidRequest("--metrics", str(error)) from None
 
 
-def run_loop(main: Coroutine[Any, Any, None]) -> None:
-    """Run the command's loop on uvloop where there is one. Only the command line chooses a loop; the library never."""
-    if sys.platform == "win32":
-        asyncio.run(main)
-        return
-    import uvloop  # not on Windows
-
-    uvloop.run(main)
-
-
 async def _serve(model: LanguageModel, settings: WorkerSettings) -> None:
     stop, task = asyncio.Event(), asyncio.current_task()
     end_at_once = stop.set if task is None else task.cancel
-    _on_signals(end_at_once)  # nothing runs yet that could be finished
+    on_signals(end_at_once)  # nothing runs yet that could be finished
     async with run_worker(model, settings) as worker:
-        _on_signals(stop.set)
+        on_signals(stop.set)
         _announce(model, worker, settings)
-        await stop.wait()
-        _on_signals(end_at_once)
+        await _until(stop, worker)
+        on_signals(end_at_once)
         print("draining: running jobs finish, no new ones are taken", file=sys.stderr, flush=True)
 
 
-def _on_signals(action: Callable[[], object]) -> None:
-    """What SIGTERM and Ctrl-C do from now on."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, action)
+async def _until(stop: asyncio.Event, worker: Worker) -> None:
+    """Wait for a signal; raises `EngineFailed` if a part breaks before: a worker nobody can reach must not stay."""
+    parts = {"the MQTT edge": asyncio.create_task(worker.gateway.wait_ended())}
+    if worker.embedded is not None:
+        parts["the embedded broker"] = asyncio.create_task(worker.embedded.wait_ended())
+    asked = asyncio.create_task(stop.wait())
+    waiting: list[asyncio.Task[Any]] = [asked, *parts.values()]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for name, part in parts.items():
+            if part.done():
+                raise EngineFailed(f"{name} ended: {part.exception() or 'it gave no reason'}")
+    finally:
+        for task in waiting:
+            task.cancel()
 
 
 def _announce(model: LanguageModel, worker: Worker, settings: WorkerSettings) -> None:
     broker = f"mqtt://{worker.broker.host}:{worker.broker.port}"
-    if worker.embedded is not None:
-        broker += f" ({worker.embedded.kind}, embedded; MQTT 3.1.1 on port {worker.embedded.port_v311})"
+    if (embedded := worker.embedded) is not None:
+        broker += f" ({embedded.kind}, embedded)"
+        if embedded.port != embedded.port_v311:
+            broker += f", MQTT 5 on port {embedded.port}, 3.1.1 on {embedded.port_v311}"
     print(
         f"drumline serves {model.name} ({model.precision}, {settings.rows} rows of {model.window} tokens)\n"
         f"  broker   {broker}\n"

@@ -10,7 +10,7 @@ import typer
 from drumline.model.errors import InvalidRequest
 from drumline.model.sampling_params import SamplingParams
 from drumline.scheduler.cli import options
-from drumline.scheduler.cli.serve import run_loop
+from drumline.scheduler.cli.loop import run_loop
 from drumline.scheduler.mqtt.client import Client
 from drumline.scheduler.mqtt.connection import BrokerAddress, Protocol, parse_broker_url
 from drumline.scheduler.mqtt.topics import Topics

@@ -11,6 +11,7 @@ import typer
 
 from drumline.model.language_model import LanguageModel
 from drumline.scheduler.cli import options
+from drumline.scheduler.cli.loop import run_loop
 from drumline.scheduler.cli.workload import SamplingName, make_scheduler, read_workload, with_sampling
 from drumline.scheduler.job import GenerationJob
 from drumline.scheduler.request import Choice, Request, Result
@@ -22,7 +23,7 @@ def verify(
     model: options.ModelPath = None,
     rows: options.Rows = 16,
     sampling: Annotated[SamplingName, typer.Option(help="chat: temperature 0.8, top-k 50, top-p 0.9.")] = "greedy",
-    seed: Annotated[int, typer.Option(help="Added to the line number as each line's seed.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the first line; each further one counts one up.")] = 0,
     preempt_every: Annotated[
         int, typer.Option(min=0, help="Preempt each job after every N of its tokens; 0: never.")
     ] = 0,
@@ -43,7 +44,7 @@ def verify(
     requests = with_sampling(read_workload(workload), sampling, seed)
     requests = [request.model_copy(update={"logprobs": request.logprobs or 0}) for request in requests]
     loaded = options.open_model(model, precision, window)
-    alone, together = asyncio.run(run_both(loaded, requests, rows, step_tokens, backend, preempt_every))
+    alone, together = run_loop(run_both(loaded, requests, rows, step_tokens, backend, preempt_every))
     report = compare(alone, together)
     if as_json:
         print(json.dumps(report))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from drumline.metrics.exporter import Exporter
 from drumline.metrics.instruments import Direction, Instruments, MessageKind, RejectReason
+from drumline.model.errors import InvalidRequest
 from drumline.model.language_model import LanguageModel
 from drumline.scheduler.config import VERSION
 from drumline.scheduler.mqtt.broker import EmbeddedBroker
@@ -27,6 +28,7 @@ class WorkerSettings:
     name: str = "main"
     prefix: str = "drumline/v1"
     protocol: Protocol = 5
+    reply_prefixes: tuple[str, ...] = ()
     drain_s: float = 30.0
 
 
@@ -41,6 +43,12 @@ class Worker:
     embedded: EmbeddedBroker | None
 
 
+def _address(embedded: EmbeddedBroker | None, protocol: Protocol) -> BrokerAddress:
+    if embedded is None:
+        raise InvalidRequest("broker", "is missing")
+    return BrokerAddress(embedded.host, embedded.port if protocol == 5 else embedded.port_v311)
+
+
 @asynccontextmanager
 async def run_worker(model: LanguageModel, settings: WorkerSettings) -> AsyncIterator[Worker]:
     """Start the parts in the order in which they need one another, and stop them in reverse.
@@ -52,25 +60,29 @@ async def run_worker(model: LanguageModel, settings: WorkerSettings) -> AsyncIte
         embedded = None
         if settings.broker is None:
             embedded = await stack.enter_async_context(EmbeddedBroker())
-        address = settings.broker or BrokerAddress(EmbeddedBroker.host, embedded.port if embedded else 0)
+        address = settings.broker or _address(embedded, settings.protocol)
         scheduler = Scheduler(
             model, rows=settings.rows, step_tokens=settings.step_tokens, backend=settings.backend, name=settings.name
         )
         await stack.enter_async_context(scheduler)
-        host, port = settings.metrics
-        exporter = Exporter(
-            scheduler.registry, host, port, health=lambda: scheduler.healthy, ready=lambda: scheduler.ready
-        )
-        stack.enter_context(exporter)
         gateway = Gateway(
             scheduler,
             address,
             worker=settings.name,
             version=VERSION,
             topics=Topics(settings.prefix),
-            options=GatewayOptions(protocol=settings.protocol, drain_s=settings.drain_s),
+            options=GatewayOptions(
+                protocol=settings.protocol, drain_s=settings.drain_s, reply_prefixes=settings.reply_prefixes
+            ),
             observer=MqttCounts(scheduler.instruments),
         )
+        exporter = Exporter(
+            scheduler.registry,
+            *settings.metrics,
+            health=lambda: scheduler.healthy,
+            ready=lambda: scheduler.ready and gateway.connected,
+        )
+        stack.enter_context(exporter)
         await stack.enter_async_context(gateway)
         yield Worker(scheduler, gateway, exporter, address, embedded)
 

@@ -39,29 +39,31 @@ def read_workload(path: Path) -> list[Request]:
 def with_sampling(requests: Sequence[Request], sampling: SamplingName, seed: int) -> list[Request]:
     """Measured requests run to their budget (EOS ignored); a line's own `sampling` wins.
 
-    `chat` is temperature 0.8, top-k 50, top-p 0.9, and the seed `seed` + line number (from 0).
+    `chat` is temperature 0.8, top-k 50, top-p 0.9. Where a line gives no seed, it is `seed` + line number (from 0), so
+    that a run can be repeated.
     """
+    named = SamplingParams() if sampling == "greedy" else SamplingParams(temperature=0.8, top_k=50, top_p=0.9)
     measured = []
     for number, request in enumerate(requests):
-        changes: dict[str, object] = {"ignore_eos": True}
-        if "sampling" not in request.model_fields_set:
-            changes["sampling"] = _sampling(sampling, seed + number)
-        measured.append(request.model_copy(update=changes))
+        chosen = request.sampling if "sampling" in request.model_fields_set else named
+        if chosen.seed is None:
+            chosen = chosen.model_copy(update={"seed": seed + number})
+        measured.append(request.model_copy(update={"ignore_eos": True, "sampling": chosen}))
     return measured
-
-
-def _sampling(name: SamplingName, seed: int) -> SamplingParams:
-    if name == "greedy":
-        return SamplingParams(seed=seed)
-    return SamplingParams(temperature=0.8, top_k=50, top_p=0.9, seed=seed)
 
 
 def make_scheduler(
     model: LanguageModel, requests: Sequence[Request], rows: int, step_tokens: int, backend: str
 ) -> Scheduler:
     """A scheduler whose queue takes the whole workload at once."""
+    choices = sum(request.n for request in requests)
     return Scheduler(
-        model, rows=rows, step_tokens=step_tokens, backend=backend, queue_requests=max(1024, len(requests))
+        model,
+        rows=rows,
+        step_tokens=step_tokens,
+        backend=backend,
+        queue_requests=max(1024, choices),
+        queue_tokens=max(4_000_000, 2 * choices * model.window + sum(r.n * r.max_tokens for r in requests)),
     )
 
 

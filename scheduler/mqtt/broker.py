@@ -25,6 +25,7 @@ HOST = "127.0.0.1"
 START_TIMEOUT_S = 15.0
 STOP_TIMEOUT_S = 5.0
 POLL_S = 0.02
+WATCH_S = 0.5
 PORT_RACES = 3
 """A free port is only free until somebody else takes it: how often to look for another."""
 MAX_PACKET_BYTES = 64 * 2**20
@@ -88,6 +89,11 @@ class EmbeddedBroker:
     ) -> None:
         await self._clean_up()
 
+    async def wait_ended(self) -> None:
+        """Wait until the child is no more; it ends by itself only when something is wrong."""
+        while self._child is not None and self._child.poll() is None:  # noqa: ASYNC110 a child sets no event
+            await asyncio.sleep(WATCH_S)
+
     async def stop(self) -> None:
         """End the child but keep its files, so that `restart` finds what it had saved."""
         await self._end_child()
@@ -150,7 +156,10 @@ def _spawn(command: list[str], directory: Path) -> subprocess.Popen[bytes]:
     if sys.platform == "linux":
         command = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command]
     with (directory / "broker.log").open("wb") as log:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=directory)
+        # In a session of its own: a Ctrl-C in the terminal is for us, who still have results to publish.
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=directory, start_new_session=True
+        )
 
 
 def _find(prefer: Kind | None) -> Kind:

@@ -11,12 +11,13 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 
 import aiomqtt
-from paho.mqtt.client import MQTT_CLEAN_START_FIRST_ONLY
+from paho.mqtt.client import MQTT_CLEAN_START_FIRST_ONLY, MQTTMessageInfo
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
@@ -43,6 +44,10 @@ FAILURE_CODES = 0x80
 
 class BrokerError(DrumlineError):
     """The broker cannot be reached, refused us, or went away."""
+
+
+class PublishRefused(DrumlineError):
+    """The broker acknowledged a message and refused to pass it on (not authorised, over a quota); MQTT 5 alone tells."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,12 @@ class Message:
     user_properties: tuple[tuple[str, str], ...] = ()
     message_expiry_s: int | None = None
 
+    @property
+    def size_bytes(self) -> int:
+        """What it takes on the wire, but for a few bytes of headers."""
+        texts = [self.topic, self.response_topic or "", *(text for pair in self.user_properties for text in pair)]
+        return len(self.payload) + len(self.correlation_data or b"") + sum(len(text.encode()) for text in texts)
+
 
 @dataclass(frozen=True)
 class ConnectOptions:
@@ -105,11 +116,17 @@ class ConnectOptions:
 
 
 class Connection:
-    """A live connection; every method raises `BrokerError` once it is lost."""
+    """A live connection; every method raises `BrokerError` once it is lost.
 
-    def __init__(self, client: aiomqtt.Client, protocol: Protocol) -> None:
+    `subscribed_at` is when it became of use, on the given clock; None until the first subscription stands.
+    """
+
+    def __init__(self, client: aiomqtt.Client, protocol: Protocol, clock: Callable[[], float]) -> None:
+        self.subscribed_at: float | None = None
         self._client = client
         self._protocol = protocol
+        self._clock = clock
+        self._refusals = _Refusals(client)
         self._unconfirmed = asyncio.Semaphore(MAX_UNCONFIRMED)
 
     async def subscribe(self, *filters: str, retained: bool = False) -> None:
@@ -126,14 +143,18 @@ class Connection:
             value = code.value if isinstance(code, ReasonCode) else code
             if isinstance(value, int) and value >= FAILURE_CODES:
                 raise BrokerError(f"the broker refuses a subscription to {name}: {code}")
+        if self.subscribed_at is None:
+            self.subscribed_at = self._clock()
 
     async def publish(self, message: Message) -> None:
         """Hand over one message: QoS 0 returns when it was written to the socket, QoS 1 when the broker confirmed it.
 
-        Raises `InvalidRequest("message")` for one that MQTT cannot carry; the connection is none the worse for it.
+        Raises `InvalidRequest("message")` for one that MQTT cannot carry and `PublishRefused` for one that the broker
+        does not pass on; the connection is none the worse for it.
         """
         async with self._unconfirmed:
-            await self._publish(message)
+            with self._refusals.raised(message.topic):
+                await self._publish(message)
 
     async def _publish(self, message: Message) -> None:
         with _typed_errors("message"):
@@ -150,7 +171,51 @@ class Connection:
         """Messages as they come, without an end; to be read by one task for as long as the connection lives."""
         with _typed_errors("message"):
             async for message in self._client.messages:
-                yield _received(message)
+                try:
+                    received = _received(message)
+                except ValueError:
+                    logger.exception("a message that cannot be decoded was ignored")
+                    continue
+                yield received
+
+
+class _Refusals:
+    """Tells which publish a broker refused: aiomqtt takes every acknowledgement for a success.
+
+    Private: `publish` and `on_publish` of aiomqtt's paho client are wrapped. (A test pins both.)
+    """
+
+    def __init__(self, client: aiomqtt.Client) -> None:
+        paho = client._client
+        self._publish, self._on_publish = paho.publish, paho.on_publish
+        self._number: ContextVar[int | None] = ContextVar("number", default=None)
+        self._reasons: dict[int, ReasonCode] = {}
+        paho.publish = self._note_number  # type: ignore[method-assign]
+        paho.on_publish = self._note_reason
+
+    @contextmanager
+    def raised(self, topic: str) -> Iterator[None]:
+        """Raise `PublishRefused` if the one publish in this block was refused."""
+        self._number.set(None)
+        try:
+            yield
+            reason = self._reasons.get(self._number.get() or 0)
+        finally:
+            self._reasons.pop(self._number.get() or 0, None)
+        if reason is not None:
+            raise PublishRefused(f"the broker refuses a message to {topic}: {reason}")
+
+    def _note_number(self, *args: Any, **kwargs: Any) -> MQTTMessageInfo:
+        """Called in the task that publishes, so that its number is kept with the task."""
+        info = self._publish(*args, **kwargs)
+        self._number.set(info.mid)
+        return info
+
+    def _note_reason(self, client: Any, userdata: Any, number: int, reason: ReasonCode, properties: Any) -> None:
+        if reason.value >= FAILURE_CODES:
+            self._reasons[number] = reason
+        if self._on_publish is not None:
+            self._on_publish(client, userdata, number, reason, properties)
 
 
 @contextmanager
@@ -165,12 +230,14 @@ def _typed_errors(field: str) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def connect(options: ConnectOptions) -> AsyncIterator[Connection]:
+async def connect(
+    options: ConnectOptions, clock: Callable[[], float] = time.monotonic
+) -> AsyncIterator[Connection]:
     """Connect, yield the connection, disconnect; a connection that is left open by an error is closed all the same."""
     client = _client(options)
     await _enter(client, options.address)
     try:
-        yield Connection(client, options.protocol)
+        yield Connection(client, options.protocol, clock)
     finally:
         await _leave(client, CLOSE_TIMEOUT_S)
 
@@ -262,6 +329,7 @@ class Backoff:
     """How long to wait before the next attempt: random, so that many workers do not return at once ("full jitter").
 
     The n-th failure in a row waits random × min(cap_s, base_s · 2ⁿ); a connection that held for `calm_s` ends the row.
+    It holds from its first subscription on: an attempt that only took long to fail has held for 0 s.
     """
 
     base_s: float = 0.25
@@ -292,17 +360,21 @@ async def keep_connected(
     `on_lost` hears of every failed attempt, and may raise to make an end of it.
     """
     while True:
-        started = backoff.clock()
         lost: BrokerError | None = None
+        held_s = 0.0
         try:
-            async with connect(options) as connection:
-                await session(connection)
+            async with connect(options, backoff.clock) as connection:
+                try:
+                    await session(connection)
+                finally:
+                    if connection.subscribed_at is not None:
+                        held_s = backoff.clock() - connection.subscribed_at
         except* BrokerError as group:
             lost = _first(group)
         if lost is None:
             return
         on_lost(lost)
-        await backoff.sleep(backoff.next_s(backoff.clock() - started))
+        await backoff.sleep(backoff.next_s(held_s))
 
 
 def _first(group: BaseExceptionGroup[BrokerError]) -> BrokerError:

@@ -6,6 +6,7 @@ never holds up a cancel.
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -100,7 +101,8 @@ class Gateway:
         self._stopping = asyncio.Event()
         self._ended = asyncio.Event()
         self._begun = False
-        self._drain_s: float | None = self._options.drain_s
+        self._failure: Exception | None = None
+        self._drain_s = self._options.drain_s
         self._runner: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -126,7 +128,7 @@ class Gateway:
             await self._cancel_runner()
             return
         try:
-            await self.stop(self._options.drain_s)
+            await self.stop()
             await self._runner
         except asyncio.CancelledError:  # somebody does not want to wait for the clean end
             await self._cancel_runner()
@@ -136,12 +138,25 @@ class Gateway:
         """Wait until both connections stand for the first time."""
         await self._ready.wait()
 
-    async def stop(self, drain_s: float | None = None) -> None:
-        """The clean end of `run`: drain for `drain_s` (None: as long as it takes), deliver, say `offline`, disconnect.
+    @property
+    def connected(self) -> bool:
+        """Whether both connections to the broker stand now."""
+        return self._up == {"jobs", "control"}
 
-        Subscriptions are left in place, so the broker keeps what is sent until we are back.
+    async def wait_ended(self) -> None:
+        """Wait until `run` has ended, whatever ended it; raises what it raised, unless it was cancelled."""
+        await self._ended.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    async def stop(self, drain_s: float | None = None) -> None:
+        """The clean end of `run`: drain for `drain_s`, deliver, say `offline`, disconnect.
+
+        None takes the `drain_s` of the options, `math.inf` waits as long as the jobs take. Subscriptions are left in
+        place, so the broker keeps what is sent until we are back.
         """
-        self._drain_s = drain_s
+        if drain_s is not None:
+            self._drain_s = drain_s
         self._stopping.set()
         if self._begun:
             await self._ended.wait()
@@ -170,6 +185,9 @@ class Gateway:
                 await self._wind_down(jobs)
                 for task in serving:
                     task.cancel()
+        except Exception as error:
+            self._failure = error
+            raise
         finally:
             self._ended.set()
 
@@ -178,7 +196,7 @@ class Gateway:
         self._state = "draining"
         jobs.draining = True
         self._tell_status()
-        await self._engine.drain(self._drain_s)
+        await self._engine.drain(None if math.isinf(self._drain_s) else self._drain_s)
         await jobs.idle()
         try:
             async with asyncio.timeout(self._options.flush_s):
@@ -289,11 +307,10 @@ class Gateway:
 
     def _note_link(self, name: str, up: bool) -> None:
         (self._up.add if up else self._up.discard)(name)
-        both = self._up == {"jobs", "control"}
-        if both:
+        if self.connected:
             self._ready.set()
         if self._observer is not None:
-            self._observer.connected(both)
+            self._observer.connected(self.connected)
 
     async def _cancel_runner(self) -> None:
         """End at once. The body of the `async with` is what failed first; what fails here as well is only logged."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     )
     from drumline.model.registry import load_model
     from drumline.model.sampling_params import SamplingParams
-    from drumline.scheduler.config import VERSION as __version__
+    from drumline.scheduler.config import VERSION as __version__  # noqa: N811
     from drumline.scheduler.request import Choice, Chunk, Message, Request, Result
     from drumline.scheduler.scheduler import Scheduler
 

@@ -74,7 +74,7 @@ def test_a_file_of_requests(cli, checkpoint: Path, workload, tmp_path: Path):
     output = tmp_path / "answers.jsonl"
     files = ("--input", workload(lines), "--output", output)
     run = cli("generate", "--model", checkpoint, *files, "--rows", 2, "--window", 32)
-    assert run == (1, "", "")
+    assert run == (1, "", f"drumline: 2 of 4 requests did not complete: see {output}\n")
 
     answers = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     assert [(found["id"], found["status"]) for found in answers] == [
@@ -118,3 +118,11 @@ def test_options_of_a_prompt_are_no_options_of_a_file(cli, checkpoint: Path, wor
     files = ("--input", workload([{"prompt": "a"}]), "--output", tmp_path / "out.jsonl")
     run = cli("generate", "--model", checkpoint, *files, *option)
     assert run == (2, "", f"drumline: {option[0]}: goes with a prompt; a line of --input has its own\n")
+
+
+def test_the_output_must_not_be_the_input(cli, checkpoint: Path, workload):
+    path = workload([{"prompt": "short", "max_tokens": 3}])
+    before = path.read_bytes()
+    run = cli("generate", "--model", checkpoint, "--input", path, "--output", path)
+    assert run == (2, "", "drumline: --output: must not be the input\n")
+    assert path.read_bytes() == before

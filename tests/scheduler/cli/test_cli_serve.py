@@ -1,6 +1,7 @@
 """`serve` and `submit` as the processes they are, over the embedded broker."""
 
 import json
+import os
 import re
 import signal
 import urllib.error
@@ -27,8 +28,8 @@ class Worker:
     def __init__(self, process) -> None:
         self.process = process
         self.title = read_until(process, r"^drumline serves .*")[0]
-        self.broker, port_v311 = read_until(process, r"broker +(mqtt://\S+) .* MQTT 3\.1\.1 on port (\d+)").groups()
-        self.broker_v311 = f"mqtt://127.0.0.1:{port_v311}"
+        self.broker, port_v311 = read_until(process, r"broker +(mqtt://\S+) \(\w+, embedded\)(?:.* (\d+))?$").groups()
+        self.broker_v311 = f"mqtt://127.0.0.1:{port_v311}" if port_v311 else self.broker
         read_until(process, r"jobs +drumline/v1/clients/<client>/submit")
         self.metrics = read_until(process, r"metrics +(http://\S+)/metrics")[1]
 
@@ -157,3 +158,31 @@ def test_a_signal_while_the_broker_is_away_ends_at_once(checkpoint: Path):
         code, out, err = finish(process)
         assert (code, out, err.splitlines()[-1]) == (130, "", "drumline: interrupted")
         assert "Traceback" not in err
+
+
+def broker_of(process) -> int:
+    """The process id of the embedded broker: the one child of `serve` that is a program of its own."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    (broker,) = [int(child) for child in children]
+    return broker
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc to find the broker")
+def test_a_dead_broker_of_its_own_ends_the_worker(checkpoint: Path):
+    with running_python(*serve(checkpoint)) as process:
+        worker = Worker(process)
+        assert worker.get("/readyz")[0] == 200
+        os.kill(broker_of(process), signal.SIGKILL)
+        code, out, err = finish(process)
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1] == "drumline: the embedded broker ended: it gave no reason"
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc to find the broker")
+def test_the_broker_is_out_of_reach_of_a_terminals_ctrl_c(checkpoint: Path):
+    """Ctrl-C goes to the whole group of the terminal; the broker must live on until the results are out."""
+    with running_python(*serve(checkpoint)) as process:
+        Worker(process)
+        assert os.getsid(broker_of(process)) != os.getsid(process.pid)
+        process.send_signal(signal.SIGINT)
+        assert finish(process) == (0, "", "draining: running jobs finish, no new ones are taken\n")

@@ -68,3 +68,10 @@ def test_sampling_by_name_seeds_by_line_and_a_lines_own_wins(workload):
     assert found == [(True, 7), (False, 99), (True, 9)]
     assert all(request.ignore_eos for request in (*chat, *greedy))
     assert [request.max_tokens for request in chat] == [3, 128, 128]
+
+
+def test_a_lines_own_sampling_without_a_seed_can_be_repeated(workload):
+    """Otherwise two submits of one line would draw two seeds, and `verify` would call that a difference."""
+    requests = read_workload(workload([GOOD, {"prompt": "x", "sampling": {"temperature": 1.0}}]))
+    (_, own) = with_sampling(requests, "greedy", 7)
+    assert own.sampling == SamplingParams(temperature=1.0, seed=8)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 
 import pytest
 
@@ -301,3 +302,26 @@ async def test_a_worker_name_is_checked_and_stop_before_run_is_harmless(topics: 
     assert wrong.value.field == "worker"
     await Gateway(scheduler, BrokerAddress("127.0.0.1"), topics=topics).stop()
     await scheduler.close()
+
+
+async def test_a_gateway_that_died_tells_whoever_waits_for_its_end(broker: EmbeddedBroker, topics: Topics):
+    def broken(_: float) -> None:
+        raise ZeroDivisionError("a bug of ours")
+
+    scheduler = Scheduler(MODEL)
+    gateway = Gateway(scheduler, address(broker), topics=topics, sleep=broken)
+    assert not gateway.connected
+    with pytest.raises(ExceptionGroup):
+        await gateway.run()
+    with pytest.raises(ExceptionGroup) as told:
+        await gateway.wait_ended()
+    assert str(told.value.exceptions[0]) == "a bug of ours"
+    await scheduler.close()
+
+
+async def test_connected_is_true_while_both_connections_stand(broker: EmbeddedBroker, topics: Topics):
+    async with serving(address(broker), topics) as gateway:
+        assert gateway.connected
+        await gateway.stop(drain_s=math.inf)
+        await gateway.wait_ended()
+        assert not gateway.connected

@@ -1,0 +1,32 @@
+"""Running a command's event loop. Only the command line chooses a loop and handles signals; the library never does."""
+
+import asyncio
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def run_loop(main: Coroutine[Any, Any, T]) -> T:
+    """Run `main` on uvloop where there is one. SIGTERM and a lost terminal cancel it, as Ctrl-C does."""
+    if sys.platform == "win32":
+        return asyncio.run(main)
+    import uvloop  # not on Windows
+
+    return uvloop.run(_cancelled_by_signals(main))
+
+
+def on_signals(action: Callable[[], object]) -> None:
+    """What SIGTERM and Ctrl-C do from now on."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, action)
+
+
+async def _cancelled_by_signals(main: Coroutine[Any, Any, T]) -> T:
+    task = asyncio.current_task()
+    if task is not None:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    return await main
