@@ -11,7 +11,7 @@ from rich.progress import Progress, ProgressColumn
 from drumline.model.errors import InvalidRequest, ModelLoadError
 from drumline.model.language_model import LanguageModel
 from drumline.model.registry import load_model, packaged_model
-from drumline.scheduler.mqtt.connection import Protocol
+from drumline.scheduler.mqtt.connection import ProtocolLevel
 
 MqttVersion = Literal["5", "3.1.1"]
 Precision = Literal["auto", "int8", "bfloat16", "float32"]
@@ -50,7 +50,7 @@ def open_model(path: Path | None, precision: Precision = "auto", window: int | N
         return load_model(chosen, precision=precision, window=window)
 
 
-def mqtt_protocol(version: MqttVersion) -> Protocol:
+def mqtt_protocol(version: MqttVersion) -> ProtocolLevel:
     """The protocol level that `--mqtt` names."""
     return 5 if version == "5" else 4
 

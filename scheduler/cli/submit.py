@@ -12,7 +12,7 @@ from drumline.model.sampling_params import SamplingParams
 from drumline.scheduler.cli import options
 from drumline.scheduler.cli.loop import run_loop
 from drumline.scheduler.mqtt.client import Client
-from drumline.scheduler.mqtt.connection import BrokerAddress, Protocol, parse_broker_url
+from drumline.scheduler.mqtt.connection import BrokerAddress, ProtocolLevel, parse_broker_url
 from drumline.scheduler.mqtt.topics import Topics
 from drumline.scheduler.request import Message, Request
 
@@ -50,7 +50,7 @@ def submit(
 
 
 async def _submit(
-    request: Request, address: BrokerAddress, name: str, protocol: Protocol, topics: Topics, timeout: float
+    request: Request, address: BrokerAddress, name: str, protocol: ProtocolLevel, topics: Topics, timeout: float
 ) -> None:
     fields = {field: getattr(request, field) for field in request.model_fields_set if field != "processors"}
     async with Client(

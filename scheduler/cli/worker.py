@@ -5,12 +5,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from drumline.metrics.exporter import Exporter
-from drumline.metrics.instruments import Direction, Instruments, MessageKind, RejectReason
 from drumline.model.errors import InvalidRequest
 from drumline.model.language_model import LanguageModel
 from drumline.scheduler.config import VERSION
 from drumline.scheduler.mqtt.broker import EmbeddedBroker
-from drumline.scheduler.mqtt.connection import BrokerAddress, Protocol
+from drumline.scheduler.mqtt.connection import BrokerAddress, ProtocolLevel
 from drumline.scheduler.mqtt.gateway import Gateway, GatewayOptions
 from drumline.scheduler.mqtt.topics import Topics
 from drumline.scheduler.scheduler import Scheduler
@@ -27,7 +26,7 @@ class WorkerSettings:
     backend: str = "torch"
     name: str = "main"
     prefix: str = "drumline/v1"
-    protocol: Protocol = 5
+    protocol: ProtocolLevel = 5
     reply_prefixes: tuple[str, ...] = ()
     drain_s: float = 30.0
 
@@ -43,7 +42,7 @@ class Worker:
     embedded: EmbeddedBroker | None
 
 
-def _address(embedded: EmbeddedBroker | None, protocol: Protocol) -> BrokerAddress:
+def _address(embedded: EmbeddedBroker | None, protocol: ProtocolLevel) -> BrokerAddress:
     if embedded is None:
         raise InvalidRequest("broker", "is missing")
     return BrokerAddress(embedded.host, embedded.port if protocol == 5 else embedded.port_v311)
@@ -74,7 +73,7 @@ async def run_worker(model: LanguageModel, settings: WorkerSettings) -> AsyncIte
             options=GatewayOptions(
                 protocol=settings.protocol, drain_s=settings.drain_s, reply_prefixes=settings.reply_prefixes
             ),
-            observer=MqttCounts(scheduler.instruments),
+            observer=scheduler.instruments,
         )
         exporter = Exporter(
             scheduler.registry,
@@ -85,22 +84,3 @@ async def run_worker(model: LanguageModel, settings: WorkerSettings) -> AsyncIte
         stack.enter_context(exporter)
         await stack.enter_async_context(gateway)
         yield Worker(scheduler, gateway, exporter, address, embedded)
-
-
-class MqttCounts:
-    """Feeds what happens at the MQTT edge to the instruments."""
-
-    def __init__(self, instruments: Instruments) -> None:
-        self._instruments = instruments
-
-    def message(self, direction: Direction, kind: MessageKind) -> None:
-        """Count a message."""
-        self._instruments.mqtt_message(direction, kind)
-
-    def connected(self, up: bool) -> None:
-        """Note whether the broker is there."""
-        self._instruments.mqtt_connected(up)
-
-    def rejected(self, reason: RejectReason) -> None:
-        """Count a job that the scheduler never saw."""
-        self._instruments.rejected(reason)

@@ -19,7 +19,7 @@ from typing import Literal, Self
 
 from drumline.scheduler.mqtt.connection import BrokerError
 
-Kind = Literal["mosquitto", "iotcore"]
+BrokerKind = Literal["mosquitto", "iotcore"]
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 15.0
@@ -56,8 +56,8 @@ class EmbeddedBroker:
 
     host = HOST
 
-    def __init__(self, port: int | None = None, prefer: Kind | None = None) -> None:
-        self.kind: Kind = _find(prefer)
+    def __init__(self, port: int | None = None, prefer: BrokerKind | None = None) -> None:
+        self.kind: BrokerKind = _find(prefer)
         self._fixed_port = port
         self.port = 0
         self.port_v311 = 0
@@ -162,8 +162,8 @@ def _spawn(command: list[str], directory: Path) -> subprocess.Popen[bytes]:
         )
 
 
-def _find(prefer: Kind | None) -> Kind:
-    found: dict[Kind, bool] = {
+def _find(prefer: BrokerKind | None) -> BrokerKind:
+    found: dict[BrokerKind, bool] = {
         "mosquitto": _mosquitto_binary() is not None,
         "iotcore": importlib.util.find_spec("iotcore") is not None,
     }

@@ -1,16 +1,18 @@
 """The device's side of MQTT: submit jobs, read them as they come, stop them.
 
 One connection carries all jobs of a device. It comes back by itself, and every job that has no result yet is then sent
-again under its id: the worker takes it for the same job.
+again under its id: the worker takes it for the same job. A job that a worker took and then forgot (it was started anew)
+is sent again as well, with the seed that it had, so that the answer is the same.
 """
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 from uuid import uuid4
 
 from drumline.model.errors import DrumlineError, InvalidRequest
@@ -24,21 +26,22 @@ from drumline.scheduler.mqtt.codec import (
     to_result,
 )
 from drumline.scheduler.mqtt.connection import (
-    Backoff,
     BrokerAddress,
     BrokerError,
     Connection,
     ConnectOptions,
     Message,
-    Protocol,
-    keep_connected,
+    ProtocolLevel,
+    PublishRefused,
 )
+from drumline.scheduler.mqtt.reconnect import Backoff, keep_connected
 from drumline.scheduler.mqtt.topics import Topics
 from drumline.scheduler.request import Chunk, Result
 
 logger = logging.getLogger("drumline.mqtt.client")
 
 RESEND_S = 5.0
+FAREWELL_TIMEOUT_S = 2.0
 
 
 class RemoteJob:
@@ -58,6 +61,7 @@ class RemoteJob:
         self._chunks: asyncio.Queue[Chunk | None] = asyncio.Queue()
         self._seen: dict[int, Chunk] = {}
         self._has_reader = False
+        self._was_heard_of = True
 
     def __aiter__(self) -> AsyncIterator[Chunk]:
         """Chunks as they come, the last ones from the result; a second iterator raises `InvalidRequest`."""
@@ -72,11 +76,11 @@ class RemoteJob:
 
     async def cancel(self) -> None:
         """Stop it, queued or running; its result says how far it came."""
-        await self._client._send(Message(self._client._topics.cancel(self._client.name, self.id), b"", qos=1))
+        await self._client._send(self._client._request("cancel", self))
 
     async def get(self) -> None:
         """Ask for the state (see `state`), and for the result if there is one."""
-        await self._client._send(Message(self._client._topics.get(self._client.name, self.id), b"", qos=1))
+        await self._client._send(self._client._request("get", self))
 
     async def _read(self) -> AsyncIterator[Chunk]:
         while (chunk := await self._chunks.get()) is not None:
@@ -86,13 +90,20 @@ class RemoteJob:
     def _payload(self) -> bytes:
         return self._request.model_dump_json(exclude_none=True, exclude_defaults=True).encode()
 
-    def _take_state(self, state: StateMessage, refused: bool) -> None:
-        if refused:
+    def _take_state(self, state: StateMessage) -> None:
+        # With MQTT 3.1.1 we also hear of the refusal of another job under our id: ours was accepted and goes on.
+        if state.error is not None and not self._accepted.is_set():
             self._fail(InvalidRequest("id", f"{self.id} is in use by a different job"))
             return
         self.state = state
         if state.state != "unknown":
             self._accepted.set()
+
+    @property
+    def _is_forgotten(self) -> bool:
+        """Whether a worker had it, and now there is none that knows it."""
+        known = self.state is None or self.state.state != "unknown"
+        return not known and self._accepted.is_set() and not self._outcome.done()
 
     def _take_chunk(self, chunk: Chunk) -> None:
         """Pass on what is new in it, unless something before it is missing."""
@@ -152,7 +163,7 @@ class Client:
         port: int = 1883,
         *,
         name: str | None = None,
-        protocol: Protocol = 5,
+        protocol: ProtocolLevel = 5,
         username: str | None = None,
         password: str | None = None,
         topics: Topics | None = None,
@@ -173,6 +184,7 @@ class Client:
         self._link: asyncio.Future[Connection] | None = None
         self._ever_connected = False
         self._keeper: asyncio.Task[None] | None = None
+        self._farewells: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
         waits: list[asyncio.Future[Any]] = [self._new_link()]
@@ -189,20 +201,24 @@ class Client:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.wait([self._keeper])
+        if self._farewells:
+            await asyncio.wait(self._farewells, timeout=FAREWELL_TIMEOUT_S)
+        ending = [*self._farewells, *([] if self._keeper is None else [self._keeper])]
+        for task in ending:
+            task.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)  # what broke the keeper has been told to every job
         self._fail_open("the client was closed")
 
     async def submit(self, prompt: str | None = None, *, id: str | None = None, **fields: Any) -> RemoteJob:
         """Send a job (`fields` are those of `Request`) and wait until a worker has accepted it.
 
-        It is sent again, under the same id, until that happens. Raises `InvalidRequest`, `QueueFull` or
+        It is sent again, under the same id, until that happens; giving up (a cancellation, a timeout) cancels it, for
+        it may still reach a worker. Without a seed it gets one here. Raises `InvalidRequest`, `QueueFull` or
         `SchedulerClosed` as the worker's scheduler would; bound the wait for a worker with `asyncio.timeout`.
         """
         if prompt is not None:
             fields["prompt"] = prompt
-        request = SubmitMessage(id=id or uuid4().hex, **fields)
+        request = _with_seed(SubmitMessage(id=id or uuid4().hex, **fields))
         if request.id in self._open:
             raise InvalidRequest("id", f"job {request.id} of this client is still open")
         job = self._open[request.id] = RemoteJob(self, request)
@@ -212,8 +228,10 @@ class Client:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self._resend_s):
                         await job._accepted.wait()
-        except BaseException:
+        except BaseException as error:
             self._open.pop(request.id, None)
+            if isinstance(error, asyncio.CancelledError):
+                self._take_back(job)
             raise
         job._raise_refusal()
         return job
@@ -233,10 +251,28 @@ class Client:
             else:
                 return
 
+    def _take_back(self, job: RemoteJob) -> None:
+        """Cancel a job that nobody waits for any more; whoever gave up does not wait for this either."""
+
+        async def cancel() -> None:
+            with suppress(DrumlineError):
+                await job.cancel()
+
+        task = asyncio.create_task(cancel(), name="drumline-client-farewell")
+        self._farewells.add(task)
+        task.add_done_callback(self._farewells.discard)
+
     def _submission(self, job: RemoteJob) -> Message:
+        return self._message(self._topics.submit(self.name), job._payload(), job)
+
+    def _request(self, kind: Literal["cancel", "get"], job: RemoteJob) -> Message:
+        return self._message(self._topics.job(self.name, kind, job.id), b"", job)
+
+    def _message(self, topic: str, payload: bytes, job: RemoteJob) -> Message:
+        """With MQTT 5, a message that is answered to this client object alone."""
         return Message(
-            topic=self._topics.submit(self.name),
-            payload=job._payload(),
+            topic=topic,
+            payload=payload,
             qos=1,
             response_topic=self._replies,
             correlation_data=job.id.encode() if self._replies else None,
@@ -245,8 +281,8 @@ class Client:
     async def _keep(self) -> None:
         try:
             await keep_connected(self._options, self._serve, self._backoff(), self._lost)
-        except Exception:
-            self._fail_open("the client broke")
+        except Exception as error:
+            self._fail_open(f"the client broke ({error})")
             raise
 
     async def _serve(self, connection: Connection) -> None:
@@ -259,31 +295,55 @@ class Client:
         link.set_result(connection)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._read(connection))
+            tasks.create_task(self._poll(connection))
             for job in list(self._open.values()):
-                await connection.publish(self._submission(job))
+                await self._send_again(connection, job)
+
+    async def _poll(self, connection: Connection) -> None:
+        """Ask for every accepted job that was not heard of since the last round: its worker may have forgotten it."""
+        while True:
+            await asyncio.sleep(self._resend_s)
+            for job in list(self._open.values()):
+                if job._accepted.is_set() and not job._was_heard_of:
+                    with suppress(PublishRefused):  # a broker that forbids asking does not forbid waiting
+                        await connection.publish(self._request("get", job))
+                job._was_heard_of = False
+
+    async def _send_again(self, connection: Connection, job: RemoteJob) -> None:
+        try:
+            await connection.publish(self._submission(job))
+        except (InvalidRequest, PublishRefused) as error:
+            job._fail(error)
 
     async def _read(self, connection: Connection) -> None:
+        """The one reader of a connection: no message may end it."""
         async for message in connection.messages():
             try:
-                self._take(message)
-            except DrumlineError as error:
+                job = self._take(message)
+            except Exception as error:
                 logger.warning("a message on %s was ignored: %s", message.topic, error)
+                continue
+            if job is not None and job._is_forgotten:
+                await self._send_again(connection, job)
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: Message) -> RemoteJob | None:
+        """Pass a message on to its job; returns it, if it is one of ours."""
         properties = dict(message.user_properties)
         parsed = self._topics.parse(message.topic)
         job_id = parsed.job_id if parsed else (message.correlation_data or b"").decode(errors="replace")
         kind = parsed.kind if parsed else properties.get("kind")
         job = self._open.get(job_id or "")
         if job is None:
-            return
+            return None
+        job._was_heard_of = True
         match kind:
             case "state":
-                job._take_state(parse_state(message.payload), properties.get("code") == "duplicate_id")
+                job._take_state(parse_state(message.payload))
             case "chunk" | "chunks":
                 job._take_chunk(parse_chunk(message.payload))
             case "result":
                 job._take_result(parse_result(message.payload))
+        return job
 
     def _lost(self, error: BrokerError) -> None:
         if not self._ever_connected:
@@ -295,5 +355,17 @@ class Client:
         return self._link
 
     def _fail_open(self, reason: str) -> None:
+        """The end of the client: whoever waits for a job, or for a connection to submit one, is told."""
+        link = self._link if self._link is not None and not self._link.done() else self._new_link()
+        link.set_exception(BrokerError(reason))
+        link.exception()  # nobody has to be waiting
         for job in list(self._open.values()):
             job._fail(BrokerError(f"{reason} before job {job.id} ended"))
+
+
+def _with_seed(request: SubmitMessage) -> SubmitMessage:
+    """The same request with a seed: one that is run twice must say the same twice."""
+    if request.sampling.seed is not None:
+        return request
+    sampling = request.sampling.model_copy(update={"seed": secrets.randbits(64)})
+    return request.model_copy(update={"sampling": sampling})

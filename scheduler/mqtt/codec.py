@@ -6,7 +6,7 @@ That form is compact UTF-8 with the keys in the order of the fields here, so tha
 import hashlib
 import json
 from collections.abc import Callable
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -36,11 +36,13 @@ from drumline.scheduler.request import (
 )
 
 MAX_SUBMIT_BYTES = 256 * 2**10
+MAX_QUOTED = 1000
+"""Characters of what a device sent, or of an error that quotes it, in a message of ours."""
 
 JobState = Literal["accepted", "queued", "running", "done", "unknown"]
 WorkerState = Literal["online", "draining", "offline"]
 Parsed = TypeVar("Parsed")
-ErrorCode = Literal["invalid", "queue_full", "draining", "failed", "too_large"]
+ErrorCode = Literal["invalid", "queue_full", "draining", "failed", "too_large", "duplicate_id"]
 
 _chunks = TypeAdapter(Chunk)
 
@@ -59,10 +61,11 @@ class SubmitMessage(Request):
         return self
 
     def request(self, deadline_s: float | None = None) -> Request:
-        """The engine's view: no `id` (two clients may use the same one); `deadline_s` holds where the body has none."""
+        """The engine's view: no `id` (two clients may use the same one), and the earlier of the two deadlines."""
         fields = {name: getattr(self, name) for name in Request.model_fields if name != "id"}
-        if self.deadline_s is None:
-            fields["deadline_s"] = deadline_s
+        fields["deadline_s"] = min(
+            (given for given in (self.deadline_s, deadline_s) if given is not None), default=None
+        )
         return Request(**fields)
 
     @property
@@ -76,31 +79,23 @@ class Outgoing(BaseModel):
     """What we send. Readers ignore keys that they do not know, so that a newer worker may say more."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
+    only_when_given: ClassVar[frozenset[str]] = frozenset()
+    """Fields that are left out where they are None."""
 
     @model_serializer(mode="wrap")
     def _leave_out_optional(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         document: dict[str, Any] = serialize(self)
-        return {key: value for key, value in document.items() if value is not None or key not in _ONLY_WHEN_GIVEN}
+        return {key: value for key, value in document.items() if value is not None or key not in self.only_when_given}
 
     def encode(self) -> bytes:
         """The one JSON form."""
         return self.model_dump_json().encode()
 
 
-_ONLY_WHEN_GIVEN = frozenset({"logprobs", "limit", "queued"})
-
-
-class StateMessage(Outgoing):
-    """Where a job stands. `position` counts those ahead in the queue, `tokens` those generated."""
-
-    job_id: str
-    state: JobState
-    position: int | None = None
-    tokens: int = 0
-
-
 class ErrorMessage(Outgoing):
     """Why a job has no answer: for `invalid`, the field and its limit; for `queue_full`, the bound and its size."""
+
+    only_when_given = frozenset({"limit", "queued"})
 
     code: ErrorCode
     field: str | None
@@ -109,8 +104,25 @@ class ErrorMessage(Outgoing):
     queued: int | None = None
 
 
+class StateMessage(Outgoing):
+    """Where a job stands. `position` counts those ahead in the queue, `tokens` those generated.
+
+    `error`: another job was sent under this id and refused; the one of the state goes on.
+    """
+
+    only_when_given = frozenset({"error"})
+
+    job_id: str
+    state: JobState
+    position: int | None = None
+    tokens: int = 0
+    error: ErrorMessage | None = None
+
+
 class ChoiceMessage(Outgoing):
     """One answer of a job."""
+
+    only_when_given = frozenset({"logprobs"})
 
     choice: int
     text: str
@@ -224,9 +236,10 @@ def _choice_message(choice: Choice, seed: int) -> ChoiceMessage:
     )
 
 
-def failed_message(job_id: str, code: ErrorCode, reason: str, result: Result | None = None) -> ResultMessage:
-    """The terminal message of a job whose answer is lost to us: what it cost is told all the same, where known."""
-    seed = 0 if result is None else result.seed
+def failed_message(job_id: str, code: ErrorCode, reason: str, lost: ResultMessage | None = None) -> ResultMessage:
+    """The terminal message of a job whose answer is lost: what it cost is told all the same, where `lost` knows it."""
+    seed = lost.choices[0].seed if lost is not None and lost.choices else 0
+    usage, timings = (None, None) if lost is None else (lost.usage, lost.timings)
     return ResultMessage(
         job_id=job_id,
         status="failed",
@@ -234,14 +247,14 @@ def failed_message(job_id: str, code: ErrorCode, reason: str, result: Result | N
         choices=(ChoiceMessage(choice=0, text="", token_ids=(), stop_reason="error", seed=seed, error=reason),),
         text="",
         token_ids=(),
-        usage=Usage(0, 0, 0, 0, 0, None) if result is None else result.usage,
-        timings=Timings(0.0, 0.0, 0.0, None, 0.0) if result is None else result.timings,
+        usage=usage or Usage(0, 0, 0, 0, 0, None),
+        timings=timings or Timings(0.0, 0.0, 0.0, None, 0.0),
         error=ErrorMessage(code=code, field=None, message=reason),
     )
 
 
-def rejected_message(job_id: str, error: DrumlineError) -> ResultMessage:
-    """The terminal message of a job that was never accepted."""
+def rejected_message(job_id: str, error: DrumlineError, code: ErrorCode | None = None) -> ResultMessage:
+    """The terminal message of a job that was never accepted; `code` stands in for the error's own."""
     return ResultMessage(
         job_id=job_id,
         status="rejected",
@@ -251,14 +264,16 @@ def rejected_message(job_id: str, error: DrumlineError) -> ResultMessage:
         token_ids=(),
         usage=None,
         timings=None,
-        error=_rejection(error),
+        error=error_message(error, code),
     )
 
 
-def _rejection(error: DrumlineError) -> ErrorMessage:
+def error_message(error: DrumlineError, code: ErrorCode | None = None) -> ErrorMessage:
+    """What to tell of an error; `code` stands in for its own."""
     match error:
         case InvalidRequest():
-            return ErrorMessage(code="invalid", field=error.field, message=error.limit)
+            field, limit = shortened(error.field), shortened(error.limit)
+            return ErrorMessage(code=code or "invalid", field=field, message=limit)
         case QueueFull():
             text = str(error)
             return ErrorMessage(
@@ -267,6 +282,11 @@ def _rejection(error: DrumlineError) -> ErrorMessage:
         case SchedulerClosed():
             return ErrorMessage(code="draining", field=None, message=str(error))
     return ErrorMessage(code="failed", field=None, message=str(error))
+
+
+def shortened(text: str) -> str:
+    """At most `MAX_QUOTED` characters of it: a message of ours must not grow with what a device sent."""
+    return text if len(text) <= MAX_QUOTED else text[: MAX_QUOTED - 1] + "…"
 
 
 def parse_state(payload: bytes) -> StateMessage:
@@ -316,7 +336,7 @@ def to_result(message: ResultMessage) -> Result:
 
 def _typed_error(error: ErrorMessage | None) -> DrumlineError:
     match error:
-        case ErrorMessage(code="invalid"):
+        case ErrorMessage(code="invalid" | "duplicate_id"):
             return InvalidRequest(error.field or "request", error.message)
         case ErrorMessage(code="queue_full"):
             return QueueFull(error.field or "requests", error.limit or 0, error.queued or 0)

@@ -1,15 +1,14 @@
-"""The one place that knows aiomqtt (asyncio-mqtt under its present name) and paho: connections, messages, reconnecting.
+"""The one place that knows aiomqtt (asyncio-mqtt under its present name) and paho: connections and messages.
 
 A connection is one attempt: a new aiomqtt client each time, because a client whose connecting was cancelled cannot be
-used again. `keep_connected` makes the next attempt.
+used again. `reconnect.keep_connected` makes the next attempt.
 """
 
 import asyncio
 import logging
-import random
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from drumline.model.errors import DrumlineError, InvalidRequest
 
 logger = logging.getLogger("drumline.mqtt")
 
-Protocol = Literal[4, 5]
+ProtocolLevel = Literal[4, 5]
 """The protocol level on the wire: 4 is MQTT 3.1.1, 5 is MQTT 5."""
 
 DEFAULT_PORT = 1883
@@ -47,7 +46,7 @@ class BrokerError(DrumlineError):
 
 
 class PublishRefused(DrumlineError):
-    """The broker acknowledged a message and refused to pass it on (not authorised, over a quota); MQTT 5 alone tells."""
+    """The broker acknowledged a message and does not pass it on (not authorised, over a quota); MQTT 5 alone tells."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +96,12 @@ class Message:
     message_expiry_s: int | None = None
 
     @property
+    def uses_v5(self) -> bool:
+        """Whether it has anything that only MQTT 5 carries."""
+        given = (self.response_topic, self.correlation_data, self.message_expiry_s)
+        return bool(self.user_properties) or any(value is not None for value in given)
+
+    @property
     def size_bytes(self) -> int:
         """What it takes on the wire, but for a few bytes of headers."""
         texts = [self.topic, self.response_topic or "", *(text for pair in self.user_properties for text in pair)]
@@ -109,7 +114,7 @@ class ConnectOptions:
 
     address: BrokerAddress
     client_id: str
-    protocol: Protocol = 5
+    protocol: ProtocolLevel = 5
     will: Message | None = None
     keepalive_s: int = 30
     session_expiry_s: int = 0
@@ -121,7 +126,7 @@ class Connection:
     `subscribed_at` is when it became of use, on the given clock; None until the first subscription stands.
     """
 
-    def __init__(self, client: aiomqtt.Client, protocol: Protocol, clock: Callable[[], float]) -> None:
+    def __init__(self, client: aiomqtt.Client, protocol: ProtocolLevel, clock: Callable[[], float]) -> None:
         self.subscribed_at: float | None = None
         self._client = client
         self._protocol = protocol
@@ -137,7 +142,7 @@ class Connection:
             topics = [(name, SubscribeOptions(qos=1, retainHandling=handling)) for name in filters]
         else:
             topics = [(name, 1) for name in filters]
-        with _typed_errors("filter"):
+        with _typed_errors("filter"), _cancellation_kept():
             codes = await self._client.subscribe(topics, timeout=ANSWER_TIMEOUT_S)
         for name, code in zip(filters, codes, strict=True):
             value = code.value if isinstance(code, ReasonCode) else code
@@ -157,7 +162,7 @@ class Connection:
                 await self._publish(message)
 
     async def _publish(self, message: Message) -> None:
-        with _typed_errors("message"):
+        with _typed_errors("message"), _cancellation_kept():
             await self._client.publish(
                 message.topic,
                 message.payload,
@@ -187,7 +192,8 @@ class _Refusals:
 
     def __init__(self, client: aiomqtt.Client) -> None:
         paho = client._client
-        self._publish, self._on_publish = paho.publish, paho.on_publish
+        self._publish = paho.publish
+        self._on_publish: Callable[..., None] | None = paho.on_publish
         self._number: ContextVar[int | None] = ContextVar("number", default=None)
         self._reasons: dict[int, ReasonCode] = {}
         paho.publish = self._note_number  # type: ignore[method-assign]
@@ -229,10 +235,18 @@ def _typed_errors(field: str) -> Iterator[None]:
         raise InvalidRequest(field, str(error)) from error
 
 
+@contextmanager
+def _cancellation_kept() -> Iterator[None]:
+    """Raise a cancellation that came together with the broker's answer: `wait_for` of Python 3.11 swallows it."""
+    task = asyncio.current_task()
+    before = task.cancelling() if task is not None else 0
+    yield
+    if task is not None and task.cancelling() > before:
+        raise asyncio.CancelledError
+
+
 @asynccontextmanager
-async def connect(
-    options: ConnectOptions, clock: Callable[[], float] = time.monotonic
-) -> AsyncIterator[Connection]:
+async def connect(options: ConnectOptions, clock: Callable[[], float] = time.monotonic) -> AsyncIterator[Connection]:
     """Connect, yield the connection, disconnect; a connection that is left open by an error is closed all the same."""
     client = _client(options)
     await _enter(client, options.address)
@@ -322,63 +336,3 @@ def _received(message: aiomqtt.Message) -> Message:
         user_properties=tuple((str(key), str(value)) for key, value in getattr(properties, "UserProperty", ())),
         message_expiry_s=getattr(properties, "MessageExpiryInterval", None),
     )
-
-
-@dataclass
-class Backoff:
-    """How long to wait before the next attempt: random, so that many workers do not return at once ("full jitter").
-
-    The n-th failure in a row waits random × min(cap_s, base_s · 2ⁿ); a connection that held for `calm_s` ends the row.
-    It holds from its first subscription on: an attempt that only took long to fail has held for 0 s.
-    """
-
-    base_s: float = 0.25
-    cap_s: float = 30.0
-    calm_s: float = 10.0
-    random: Callable[[], float] = random.random
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
-    clock: Callable[[], float] = time.monotonic
-    failures: int = 0
-
-    def next_s(self, held_s: float) -> float:
-        """The wait after a connection that held for `held_s`."""
-        if held_s >= self.calm_s:
-            self.failures = 0
-        wait_s = self.random() * min(self.cap_s, self.base_s * 2.0 ** min(self.failures, 64))
-        self.failures += 1
-        return wait_s
-
-
-async def keep_connected(
-    options: ConnectOptions,
-    session: Callable[[Connection], Awaitable[None]],
-    backoff: Backoff,
-    on_lost: Callable[[BrokerError], None],
-) -> None:
-    """Run `session` on a connection, and again on a new one each time it is lost, until cancelled or it returns.
-
-    `on_lost` hears of every failed attempt, and may raise to make an end of it.
-    """
-    while True:
-        lost: BrokerError | None = None
-        held_s = 0.0
-        try:
-            async with connect(options, backoff.clock) as connection:
-                try:
-                    await session(connection)
-                finally:
-                    if connection.subscribed_at is not None:
-                        held_s = backoff.clock() - connection.subscribed_at
-        except* BrokerError as group:
-            lost = _first(group)
-        if lost is None:
-            return
-        on_lost(lost)
-        await backoff.sleep(backoff.next_s(held_s))
-
-
-def _first(group: BaseExceptionGroup[BrokerError]) -> BrokerError:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error if isinstance(error, BrokerError) else BrokerError(str(error))

@@ -19,17 +19,17 @@ from drumline.model.errors import InvalidRequest
 from drumline.scheduler.engine import Engine
 from drumline.scheduler.mqtt.codec import WorkerState, WorkerStatus
 from drumline.scheduler.mqtt.connection import (
-    Backoff,
     BrokerAddress,
     BrokerError,
     Connection,
     ConnectOptions,
     Message,
-    Protocol,
-    keep_connected,
+    ProtocolLevel,
+    PublishRefused,
 )
 from drumline.scheduler.mqtt.jobs import Jobs, Limits
 from drumline.scheduler.mqtt.outbox import Observer, Outbox
+from drumline.scheduler.mqtt.reconnect import Backoff, keep_connected
 from drumline.scheduler.mqtt.topics import NAME, Topics
 
 logger = logging.getLogger("drumline.mqtt")
@@ -45,7 +45,7 @@ class GatewayOptions:
     broker keeps jobs for us while we are away.
     """
 
-    protocol: Protocol = 5
+    protocol: ProtocolLevel = 5
     limits: Limits = field(default_factory=Limits)
     reply_prefixes: tuple[str, ...] = ()
     keepalive_s: int = 30
@@ -96,7 +96,7 @@ class Gateway:
         self._told: WorkerStatus | None = None
         self._told_at = clock()
         self._up: set[str] = set()
-        self._outbox = Outbox(observer)
+        self._outbox = Outbox(self._topics, observer)
         self._ready = asyncio.Event()
         self._stopping = asyncio.Event()
         self._ended = asyncio.Event()
@@ -225,11 +225,11 @@ class Gateway:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._outbox.send(connection))
-                tasks.create_task(self._read(connection, jobs))
+                tasks.create_task(self._read(connection, jobs, self._room))
                 self._note_link("jobs", True)
         except asyncio.CancelledError:
             # A clean disconnect takes the will back, so nobody else says that we are gone.
-            with suppress(BrokerError, TimeoutError):
+            with suppress(BrokerError, PublishRefused, TimeoutError):
                 async with asyncio.timeout(FAREWELL_TIMEOUT_S):
                     await connection.publish(self._status_message("offline"))
             raise
@@ -240,14 +240,22 @@ class Gateway:
         await connection.subscribe(*self._topics.control_filters)
         self._note_link("control", True)
         try:
-            await self._read(connection, jobs)
+            await self._read(connection, jobs, self._no_wait)
         finally:
             self._note_link("control", False)
 
-    async def _read(self, connection: Connection, jobs: Jobs) -> None:
+    async def _room(self, jobs: Jobs) -> None:
+        """New jobs wait at the broker until there is room for what they will make."""
+        await self._outbox.room()
+        await jobs.room()
+
+    async def _no_wait(self, jobs: Jobs) -> None:
+        """A cancel is never held up."""
+
+    async def _read(self, connection: Connection, jobs: Jobs, room: Callable[[Jobs], Awaitable[None]]) -> None:
         """The one reader of a connection: no message may end it."""
         async for message in connection.messages():
-            await self._outbox.room()
+            await room(jobs)
             # The broker replays a retained message to each new subscription: a job would be run again for ever.
             if message.retain:
                 continue
@@ -255,7 +263,7 @@ class Gateway:
                 self._handle(message, jobs)
             except Exception as error:
                 logger.exception("a message on %s could not be handled", message.topic)
-                jobs.bury(message, None, None, "internal", error)
+                self._outbox.bury(message, None, None, "internal", error)
 
     def _handle(self, message: Message, jobs: Jobs) -> None:
         match self._topics.parse(message.topic):
@@ -270,11 +278,11 @@ class Gateway:
                 jobs.get(message, client, job_id)
             case _:
                 error = InvalidRequest("topic", f"client and job id must match {NAME.pattern}")
-                jobs.bury(message, None, None, "invalid", error)
+                self._outbox.bury(message, None, None, "invalid", error)
 
     def _count(self, kind: MessageKind) -> None:
         if self._observer is not None:
-            self._observer.message("in", kind)
+            self._observer.mqtt_message("in", kind)
 
     async def _refresh(self, jobs: Jobs) -> None:
         while True:
@@ -310,7 +318,7 @@ class Gateway:
         if self.connected:
             self._ready.set()
         if self._observer is not None:
-            self._observer.connected(self.connected)
+            self._observer.mqtt_connected(self.connected)
 
     async def _cancel_runner(self) -> None:
         """End at once. The body of the `async with` is what failed first; what fails here as well is only logged."""

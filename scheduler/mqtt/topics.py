@@ -38,26 +38,6 @@ class Topics:
         """Where a device sends its jobs."""
         return f"{self.client(client)}/submit"
 
-    def state(self, client: str, job_id: str) -> str:
-        """Where a job's states go."""
-        return self.job(client, "state", job_id)
-
-    def chunks(self, client: str, job_id: str) -> str:
-        """Where a job's new tokens go."""
-        return self.job(client, "chunks", job_id)
-
-    def result(self, client: str, job_id: str) -> str:
-        """Where a job's terminal message goes."""
-        return self.job(client, "result", job_id)
-
-    def cancel(self, client: str, job_id: str) -> str:
-        """Where a device stops a job."""
-        return self.job(client, "cancel", job_id)
-
-    def get(self, client: str, job_id: str) -> str:
-        """Where a device asks for the state, and for the result if there is one."""
-        return self.job(client, "get", job_id)
-
     def client(self, client: str) -> str:
         """The subtree of one client."""
         return f"{self.prefix}/clients/{_name(client, 'client')}"

@@ -17,7 +17,9 @@ def test_free_memory_is_a_count_of_bytes():
 
 
 def test_what_fits_passes():
-    check_fits(Ledger(2, 8, 4, 16, 8, 4), CPU)
+    small = Ledger(2, 8, 4, 16, 8, 4)
+    assert small.kv_bytes < available_bytes(CPU)
+    check_fits(small, CPU)
 
 
 def test_what_does_not_fit_names_the_figures_and_the_way_out():

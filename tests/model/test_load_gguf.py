@@ -33,7 +33,7 @@ def write(path: Path, config: PreTrainedConfig, **settings: Any) -> Path:
     return checkpoints.write_gguf(path, architecture, checkpoints.gguf_settings(model) | settings, tensors)
 
 
-def refused(path: Path, *parts: str) -> None:
+def assert_refused(path: Path, *parts: str) -> None:
     with pytest.raises(ModelLoadError) as caught:
         load_model(path)
     for part in (str(path), *parts):
@@ -203,7 +203,7 @@ def test_rope_factors_are_kept_as_divisors(tmp_path: Path) -> None:
     assert load_model(path).config.rope == RopeConfig(frequency_factors=(1.0, 1.5, 4.0, 8.0))
     tensors["rope_freqs.weight"] = factors[:3]
     path = checkpoints.write_gguf(tmp_path / "short.gguf", "llama", checkpoints.gguf_settings(model), tensors)
-    refused(path, "3 RoPE frequency factors for 4")
+    assert_refused(path, "3 RoPE frequency factors for 4")
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_rope_factors_are_kept_as_divisors(tmp_path: Path) -> None:
     ],
 )
 def test_metadata_that_is_not_served_is_named(settings: dict[str, Any], parts: list[str], tmp_path: Path) -> None:
-    refused(write(tmp_path / "tiny.gguf", checkpoints.llama(), **settings), *parts)
+    assert_refused(write(tmp_path / "tiny.gguf", checkpoints.llama(), **settings), *parts)
 
 
 def test_a_sliding_window_is_kept_and_served_up_to_its_width(tmp_path: Path) -> None:
@@ -245,12 +245,14 @@ def test_a_missing_tensor_a_wrong_shape_and_an_unknown_tensor_are_named(tmp_path
         kept = {name: values for name, values in changed.items() if values is not None}
         return checkpoints.write_gguf(tmp_path / "tiny.gguf", "llama", checkpoints.gguf_settings(model), kept)
 
-    refused(written(blk__1__ffn_up__weight=None), "blk.1.ffn_up.weight", "missing")
-    refused(written(token_embd__weight=None), "vocab_size")
-    refused(
+    assert_refused(written(blk__1__ffn_up__weight=None), "blk.1.ffn_up.weight", "missing")
+    assert_refused(written(token_embd__weight=None), "vocab_size")
+    assert_refused(
         written(blk__1__attn_q__weight=np.ones((32, 31), np.float32)), "blk.1.attn_q.weight", "[32, 31]", "[32, 32]"
     )
-    refused(written(blk__1__attn_q_norm__weight=np.ones(8, np.float32)), "blk.1.attn_q_norm.weight", "unknown to llama")
+    assert_refused(
+        written(blk__1__attn_q_norm__weight=np.ones(8, np.float32)), "blk.1.attn_q_norm.weight", "unknown to llama"
+    )
 
 
 def test_a_type_that_is_not_served_is_named(tmp_path: Path) -> None:
@@ -261,7 +263,7 @@ def test_a_type_that_is_not_served_is_named(tmp_path: Path) -> None:
     path = checkpoints.write_gguf(
         tmp_path / "tiny.gguf", "llama", checkpoints.gguf_settings(model), tensors, {name: GGMLQuantizationType.Q5_0}
     )
-    refused(path, name, "Q5_0", "Q4_K")
+    assert_refused(path, name, "Q5_0", "Q4_K")
 
 
 def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
@@ -269,7 +271,7 @@ def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
     path = checkpoints.write_gguf(
         tmp_path / "tiny.gguf", "gemma3", checkpoints.gguf_settings(model), checkpoints.gguf_tensors(model)
     )
-    refused(path, "gemma3", "qwen2")
+    assert_refused(path, "gemma3", "qwen2")
 
 
 def test_what_is_no_gguf_file_is_refused(whole: Path, tmp_path: Path) -> None:
@@ -281,16 +283,16 @@ def test_what_is_no_gguf_file_is_refused(whole: Path, tmp_path: Path) -> None:
         (content[:4] + struct.pack(">I", 3) + content[8:], "GGUF file"),
     ]:
         path.write_bytes(bad)
-        refused(path, part)
+        assert_refused(path, part)
 
 
 def test_a_file_cut_anywhere_is_refused(whole: Path, tmp_path: Path) -> None:
     content, path = whole.read_bytes(), tmp_path / "cut.gguf"
     for keep in [*range(4, 200, 7), *range(200, len(content), len(content) // 60)]:
         path.write_bytes(content[:keep])
-        refused(path, "GGUF file")
+        assert_refused(path, "GGUF file")
     path.write_bytes(content[:-4])  # the last tensor may be padded, but not by less than it lacks
-    refused(path, "not a whole GGUF file")
+    assert_refused(path, "not a whole GGUF file")
 
 
 def test_damage_in_the_header_is_refused_or_harmless(whole: Path, tmp_path: Path) -> None:

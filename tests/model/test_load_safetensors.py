@@ -21,7 +21,7 @@ def folder(tmp_path: Path) -> Path:
     return checkpoints.save(tmp_path / "tiny", checkpoints.random_model(checkpoints.llama(tie_word_embeddings=True)))
 
 
-def refused(folder: Path, *parts: str) -> None:
+def assert_refused(folder: Path, *parts: str) -> None:
     with pytest.raises(ModelLoadError) as caught:
         load_model(folder)
     for part in (str(folder), *parts):
@@ -120,7 +120,7 @@ def test_shards_read_as_one_file(tmp_path: Path) -> None:
         assert torch.equal(ours, expected)
     assert sharded.fingerprint != whole.fingerprint
     shards[1].unlink()
-    refused(folder, shards[1].name, "missing")
+    assert_refused(folder, shards[1].name, "missing")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -154,17 +154,17 @@ def test_tokenizer_and_chat_template_come_along(folder: Path) -> None:
 
 def test_a_missing_tensor_is_named(folder: Path) -> None:
     rewrite(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
-    refused(folder, "model.layers.1.mlp.up_proj.weight", "missing")
+    assert_refused(folder, "model.layers.1.mlp.up_proj.weight", "missing")
 
 
 def test_a_wrong_shape_is_named_with_both_shapes(folder: Path) -> None:
     rewrite(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(31)}))
-    refused(folder, "model.norm.weight", "[31]", "[32]")
+    assert_refused(folder, "model.norm.weight", "[31]", "[32]")
 
 
 def test_an_unknown_tensor_is_named(folder: Path) -> None:
     rewrite(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}))
-    refused(folder, "model.layers.0.self_attn.q_proj.bias", "unknown to llama")
+    assert_refused(folder, "model.layers.0.self_attn.q_proj.bias", "unknown to llama")
 
 
 def test_constants_and_a_tied_head_may_be_stored_too(folder: Path) -> None:
@@ -182,7 +182,7 @@ def test_constants_and_a_tied_head_may_be_stored_too(folder: Path) -> None:
 
 def test_whole_numbers_are_no_weights(folder: Path) -> None:
     rewrite(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(32, dtype=torch.int8)}))
-    refused(folder, "model.norm.weight", "I8")
+    assert_refused(folder, "model.norm.weight", "I8")
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100, 20_000])
@@ -190,59 +190,59 @@ def test_a_truncated_file_is_named(folder: Path, keep: int) -> None:
     file = folder / "model.safetensors"
     assert file.stat().st_size > keep
     file.write_bytes(file.read_bytes()[:keep])
-    refused(folder, "model.safetensors")
+    assert_refused(folder, "model.safetensors")
 
 
 def test_a_damaged_header_is_named(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", 20) + b"{" * 20)
-    refused(folder, "model.safetensors")
+    assert_refused(folder, "model.safetensors")
 
 
 def test_pickled_weights_are_never_read(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    refused(folder, "pickled weights", "never read")
+    assert_refused(folder, "pickled weights", "never read")
     (folder / "pytorch_model.bin").unlink()
-    refused(folder, "model.safetensors")
+    assert_refused(folder, "model.safetensors")
 
 
 def test_an_index_may_not_leave_its_folder(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder.parent / "model.safetensors")
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"model.norm.weight": "../model.safetensors"}}))
-    refused(folder, "model.safetensors.index.json", "outside")
+    assert_refused(folder, "model.safetensors.index.json", "outside")
     index.write_text(json.dumps({"weight_map": ["model.safetensors"]}))
-    refused(folder, "weight_map")
+    assert_refused(folder, "weight_map")
 
 
 def test_a_bad_config_is_named(folder: Path) -> None:
     checkpoints.edit_config(folder, hidden_size=...)
-    refused(folder, "hidden_size", "missing")
+    assert_refused(folder, "hidden_size", "missing")
     checkpoints.edit_config(folder, hidden_size="32")
-    refused(folder, "hidden_size", "'32'")
+    assert_refused(folder, "hidden_size", "'32'")
     (folder / "config.json").write_text("{not json")
-    refused(folder, "config.json", "JSON")
+    assert_refused(folder, "config.json", "JSON")
     (folder / "config.json").write_text("[]")
-    refused(folder, "config.json", "object")
+    assert_refused(folder, "config.json", "object")
     (folder / "config.json").unlink()
-    refused(folder, "config.json", "missing")
+    assert_refused(folder, "config.json", "missing")
 
 
 def test_an_unknown_architecture_is_named(folder: Path) -> None:
     checkpoints.edit_config(folder, architectures=["MambaForCausalLM"])
-    refused(folder, "MambaForCausalLM", "LlamaForCausalLM")
+    assert_refused(folder, "MambaForCausalLM", "LlamaForCausalLM")
     checkpoints.edit_config(folder, architectures=..., model_type="rwkv")
-    refused(folder, "rwkv")
+    assert_refused(folder, "rwkv")
     checkpoints.edit_config(folder, architectures=[["LlamaForCausalLM"]])
-    refused(folder, "architecture")
+    assert_refused(folder, "architecture")
 
 
 def test_a_missing_tokenizer_is_named(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
-    refused(folder, "tokenizer.json")
+    assert_refused(folder, "tokenizer.json")
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_refused(folder: Path) -> None:
     rewrite(folder, lambda tensors: tensors.update({"model.embed_tokens.weight": torch.ones(250, 32)}))
     checkpoints.edit_config(folder, vocab_size=250, bos_token_id=None, eos_token_id=None)
     (folder / "generation_config.json").unlink()
-    refused(folder, "258 tokens", "250")
+    assert_refused(folder, "258 tokens", "250")

@@ -309,8 +309,8 @@ class TestParams:
         assert caught.value.limit
 
     def test_limits_are_legal(self):
-        SamplingParams(temperature=0, top_k=0, top_p=1.0, min_p=1.0, seed=2**64 - 1)
-        SamplingParams(top_p=1e-12, seed=0)
+        assert SamplingParams(temperature=0, top_k=0, top_p=1.0, min_p=1.0, seed=2**64 - 1).seed == 2**64 - 1
+        assert SamplingParams(top_p=1e-12, seed=0).top_p == 1e-12
 
     @pytest.mark.parametrize("name", ["exempt_ids", "banned_ids", "allowed_ids"])
     @pytest.mark.parametrize("token_id", [-1, 10])

@@ -129,7 +129,7 @@ def assert_reason(model: LanguageModel, part: Part, result: Result) -> None:
         assert len(ids) == WINDOW - len(part.prompt_ids) + 1
 
 
-def judge_scripts(family: str, examples: int, record_property) -> None:
+def assert_scripts_match(family: str, examples: int, record_property) -> None:
     model = tiny_model(family, window=WINDOW)
     total, scripts = Ties(), 0
 
@@ -168,7 +168,7 @@ def judge_scripts(family: str, examples: int, record_property) -> None:
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_batched_cached_chunked_rows_equal_the_oracle(family: str, record_property):
-    judge_scripts(family, 8, record_property)
+    assert_scripts_match(family, 8, record_property)
 
 
 @pytest.mark.soak
@@ -176,7 +176,7 @@ def test_batched_cached_chunked_rows_equal_the_oracle(family: str, record_proper
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_many_more_scripts_equal_the_oracle(family: str, record_property):
-    judge_scripts(family, 400, record_property)
+    assert_scripts_match(family, 400, record_property)
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -224,6 +224,7 @@ class TestLifecycle:
             await scheduler.close()
             await scheduler.close()
         await scheduler.close()
+        assert not scheduler.ready
 
     async def test_closing_an_idle_scheduler_ends_nothing_early(self):
         async with Scheduler(tiny_model()) as scheduler:

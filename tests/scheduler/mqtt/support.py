@@ -12,15 +12,15 @@ from drumline.model.language_model import LanguageModel
 from drumline.scheduler.job import GenerationJob
 from drumline.scheduler.mqtt.broker import EmbeddedBroker
 from drumline.scheduler.mqtt.connection import (
-    Backoff,
     BrokerAddress,
     Connection,
     ConnectOptions,
     Message,
-    Protocol,
+    ProtocolLevel,
     connect,
 )
 from drumline.scheduler.mqtt.gateway import Gateway, GatewayOptions
+from drumline.scheduler.mqtt.reconnect import Backoff
 from drumline.scheduler.mqtt.topics import Topics
 from tests.drive import Gate, generate
 from tests.tiny import tiny_model
@@ -37,7 +37,7 @@ async def expected_ids(**body: object) -> list[int]:
     return list(result.token_ids)
 
 
-def address(broker: EmbeddedBroker, protocol: Protocol = 5) -> BrokerAddress:
+def address(broker: EmbeddedBroker, protocol: ProtocolLevel = 5) -> BrokerAddress:
     return BrokerAddress(broker.host, broker.port if protocol == 5 else broker.port_v311)
 
 
@@ -81,7 +81,7 @@ class Device:
 
 
 @asynccontextmanager
-async def device(where: BrokerAddress, *filters: str, protocol: Protocol = 5) -> AsyncIterator[Device]:
+async def device(where: BrokerAddress, *filters: str, protocol: ProtocolLevel = 5) -> AsyncIterator[Device]:
     options = ConnectOptions(where, f"device-{uuid4().hex}", protocol)
     async with connect(options) as connection:
         await connection.subscribe(*filters, retained=True)
@@ -102,8 +102,9 @@ class HeldScheduler:
         self._gate = gate
         self.jobs: list[GenerationJob] = []
 
-    def submit_nowait(self, request: Request) -> GenerationJob:
-        self.jobs.append(self._scheduler.submit_nowait(request.model_copy(update={"processors": (self._gate,)})))
+    async def submit(self, request: Request, *, wait: bool = True) -> GenerationJob:
+        held = request.model_copy(update={"processors": (self._gate,)})
+        self.jobs.append(await self._scheduler.submit(held, wait=wait))
         return self.jobs[-1]
 
     def __getattr__(self, name: str) -> Any:
@@ -118,11 +119,11 @@ class Counts:
         self.up: list[bool] = []
         self.rejections: list[str] = []
 
-    def message(self, direction: str, kind: str) -> None:
+    def mqtt_message(self, direction: str, kind: str) -> None:
         self.messages.append((direction, kind))
 
-    def connected(self, up: bool) -> None:
-        self.up.append(up)
+    def mqtt_connected(self, connected: bool) -> None:
+        self.up.append(connected)
 
     def rejected(self, reason: str) -> None:
         self.rejections.append(reason)

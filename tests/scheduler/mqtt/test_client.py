@@ -1,6 +1,7 @@
 """The device client against a real worker, and its overlay of chunks alone."""
 
 import asyncio
+import json
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from drumline.model.errors import JobCancelled, SchedulerClosed
 from drumline.scheduler.mqtt.broker import EmbeddedBroker
 from drumline.scheduler.mqtt.client import Client, RemoteJob
 from drumline.scheduler.mqtt.codec import SubmitMessage
-from drumline.scheduler.mqtt.connection import BrokerError, Protocol
+from drumline.scheduler.mqtt.connection import BrokerError, ProtocolLevel
 from drumline.scheduler.mqtt.topics import Topics
 from drumline.scheduler.request import Chunk
 from tests.drive import Gate, generate
@@ -20,13 +21,13 @@ from tests.scheduler.mqtt.support import MODEL, address, device, serving
 BODY = {"prompt": "drum", "max_tokens": 12, "ignore_eos": True}
 
 
-def client_of(broker: EmbeddedBroker, topics: Topics, protocol: Protocol = 5, **options: object) -> Client:
+def client_of(broker: EmbeddedBroker, topics: Topics, protocol: ProtocolLevel = 5, **options: object) -> Client:
     port = broker.port if protocol == 5 else broker.port_v311
     return Client(broker.host, port, protocol=protocol, topics=topics, **options)
 
 
 @pytest.mark.parametrize("protocol", [5, 4])
-async def test_jobs_side_by_side_over_one_connection(broker: EmbeddedBroker, topics: Topics, protocol: Protocol):
+async def test_jobs_side_by_side_over_one_connection(broker: EmbeddedBroker, topics: Topics, protocol: ProtocolLevel):
     bodies = [BODY | {"prompt": prompt, "max_tokens": count} for prompt, count in (("a", 3), ("bc", 12), ("def", 7))]
     async with serving(address(broker), topics), client_of(broker, topics, protocol) as client:
         jobs = await asyncio.gather(*(client.submit(**body) for body in bodies))
@@ -125,6 +126,74 @@ async def test_a_second_reader_and_a_client_outside_its_block_are_refused(broker
         assert [chunk async for chunk in job]
         with pytest.raises(InvalidRequest, match="already has a reader"):
             aiter(job)
+
+
+async def test_a_job_that_is_given_up_is_cancelled(broker: EmbeddedBroker, topics: Topics):
+    async with (
+        device(address(broker), f"{topics.client('a')}/#") as this,
+        client_of(broker, topics, name="a") as client,
+    ):
+        submitting = asyncio.create_task(client.submit(**BODY))
+        job = await this.next()
+        submitting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await submitting
+    cancel = await this.next()
+    assert cancel.topic == topics.job("a", "cancel", json.loads(job.payload)["id"])
+    assert (cancel.response_topic, cancel.correlation_data) == (job.response_topic, job.correlation_data)
+
+
+async def test_nonsense_does_not_end_the_reader(broker: EmbeddedBroker, topics: Topics):
+    gate = Gate()
+    async with (
+        serving(address(broker), topics, gate=gate, rows=1),
+        device(address(broker), topics.submit("a")) as this,
+        client_of(broker, topics, name="a") as client,
+    ):
+        job = await client.submit(**BODY)
+        asked = await this.next()
+        for kind in ("state", "chunk", "result"):
+            for payload in (b"\xff", b"[" * 50_000, b"{}"):
+                properties = {"user_properties": (("kind", kind),), "correlation_data": asked.correlation_data}
+                await this.send(asked.response_topic, payload, **properties)
+        await this.send(asked.response_topic, b"\xff", correlation_data=b"\xff")
+        gate.open()
+        [expected] = await generate(MODEL, Request(**BODY), rows=1)
+        assert (await job.result()).token_ids == expected.token_ids
+
+
+async def test_get_and_cancel_are_answered_to_this_client_alone(broker: EmbeddedBroker, topics: Topics):
+    gate = Gate()
+    async with (
+        serving(address(broker), topics, gate=gate, rows=1),
+        device(address(broker), f"{topics.client('a')}/jobs/#") as this,
+        client_of(broker, topics, name="a") as client,
+    ):
+        job = await client.submit(**BODY)
+        await job.get()
+        await job.cancel()
+        get, cancel = await this.next(), await this.next()
+        gate.open()
+        await job.result()
+    assert [get.topic, cancel.topic] == [topics.job("a", kind, job.id) for kind in ("get", "cancel")]
+    for message in (get, cancel):
+        assert (message.response_topic, message.correlation_data) == (client._replies, job.id.encode())
+
+
+async def test_another_job_under_our_id_does_not_end_ours(broker: EmbeddedBroker, topics: Topics):
+    """With MQTT 3.1.1 both hear the refusal of the second."""
+    gate = Gate()
+    async with (
+        serving(address(broker), topics, gate=gate, rows=1),
+        client_of(broker, topics, 4, name="a") as client,
+        device(address(broker), f"{topics.client('a')}/jobs/#") as twin,
+    ):
+        job = await client.submit(**BODY)
+        await twin.send(topics.submit("a"), BODY | {"id": job.id, "prompt": "something else"})
+        await twin.next(lambda message: b'"duplicate_id"' in message.payload)
+        gate.open()
+        [expected] = await generate(MODEL, Request(**BODY), rows=1)
+        assert (await job.result()).token_ids == expected.token_ids
 
 
 @given(st.text(alphabet="aä語🥁", min_size=1, max_size=12), st.data())

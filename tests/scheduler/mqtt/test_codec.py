@@ -191,6 +191,8 @@ def test_a_job_becomes_the_request_it_describes():
     )
     assert parse_submit(body).request(deadline_s=4).deadline_s == 4.0
     assert SubmitMessage(id="j", prompt="x", deadline_s=2.0).request(deadline_s=4).deadline_s == 2.0
+    assert SubmitMessage(id="j", prompt="x", deadline_s=8.0).request(deadline_s=4).deadline_s == 4.0
+    assert SubmitMessage(id="j", prompt="x").request().deadline_s is None
 
 
 WRONG = {

@@ -16,11 +16,12 @@ from drumline.scheduler.mqtt.connection import (
     connect,
     parse_broker_url,
 )
-from drumline.scheduler.mqtt.jobs import Reply
-from drumline.scheduler.mqtt.outbox import MAX_COALESCED_TOKENS, Outbox
+from drumline.scheduler.mqtt.entries import MAX_COALESCED_TOKENS
+from drumline.scheduler.mqtt.outbox import Outbox
+from drumline.scheduler.mqtt.reply import Reply
 from drumline.scheduler.mqtt.topics import Topics
 from drumline.scheduler.request import Chunk
-from tests.scheduler.mqtt.support import Network, address, device
+from tests.scheduler.mqtt.support import Counts, Network, address, device
 
 
 def test_broker_urls():
@@ -128,8 +129,7 @@ def chunk(first: int, text: str) -> Chunk:
 async def test_chunks_coalesce_only_while_they_wait(broker: EmbeddedBroker, topics: Topics):
     reply = Reply(topics, "a", "j")
     async with device(address(broker), f"{topics.prefix}/#") as this:
-        outbox = Outbox()
-        outbox.put_chunk(reply, chunk(0, "lost"), "j")  # nobody can hear it
+        outbox = Outbox(topics)
         outbox.put("result", Message(f"{topics.prefix}/first", b"", qos=1))
         sending = asyncio.create_task(outbox.send(this._connection))
         assert (await this.next()).topic.endswith("/first")
@@ -153,7 +153,7 @@ async def test_chunks_coalesce_only_while_they_wait(broker: EmbeddedBroker, topi
 
 async def test_the_newest_of_a_key_is_sent_in_the_place_of_the_oldest(broker: EmbeddedBroker, topics: Topics):
     async with device(address(broker), f"{topics.prefix}/#") as this:
-        outbox = Outbox()
+        outbox = Outbox(topics)
         for payload in (b"1", b"2", b"3"):
             outbox.put("status", Message(f"{topics.prefix}/status", payload, qos=1), key="status")
             outbox.put("result", Message(f"{topics.prefix}/result", payload, qos=1))
@@ -167,7 +167,7 @@ async def test_the_newest_of_a_key_is_sent_in_the_place_of_the_oldest(broker: Em
 
 async def test_order_is_kept_for_more_than_may_be_on_their_way(broker: EmbeddedBroker, topics: Topics):
     async with device(address(broker), f"{topics.prefix}/#") as this:
-        outbox = Outbox(room=50)
+        outbox = Outbox(topics, room=50)
         for number in range(100):
             outbox.put("result", Message(f"{topics.prefix}/x", str(number).encode(), qos=1))
         waiting = asyncio.create_task(outbox.room())
@@ -187,12 +187,16 @@ async def test_one_that_cannot_be_sent_does_not_hold_up_the_rest(
     broker: EmbeddedBroker, topics: Topics, caplog: pytest.LogCaptureFixture
 ):
     async with device(address(broker), f"{topics.prefix}/#") as this:
-        outbox = Outbox()
+        counts = Counts()
+        outbox = Outbox(topics, counts)
         outbox.put("result", Message(f"{topics.prefix}/+", b"", qos=1))
         outbox.put("result", Message(f"{topics.prefix}/good", b"", qos=1))
         sending = asyncio.create_task(outbox.send(this._connection))
         assert (await this.next()).topic.endswith("/good")
+        letter = await this.body("/dead")
         await outbox.flushed()
         sending.cancel()
         await asyncio.wait([sending])
-    assert "a result message cannot be sent at all" in caplog.text
+    assert "cannot be sent" in caplog.text
+    assert (letter["code"], letter["topic"]) == ("invalid", f"{topics.prefix}/+")
+    assert counts.messages == [("out", "result"), ("out", "dead")]

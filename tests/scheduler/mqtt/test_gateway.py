@@ -50,7 +50,7 @@ async def test_a_job_of_mqtt_311_is_answered_on_the_default_topics(broker: Embed
         await this.send(topics.submit("old"), BODY | {"id": "j", "logprobs": 2})
         assert await this.body("/state") == {"job_id": "j", "state": "accepted", "position": 0, "tokens": 0}
         body = await this.body("/result")
-    chunks = [message for message in this.heard if message.topic == topics.chunks("old", "j")]
+    chunks = [message for message in this.heard if message.topic == topics.job("old", "chunks", "j")]
     ids, logprobs = [], []
     for message in chunks:
         chunk = json.loads(message.payload)
@@ -92,9 +92,9 @@ async def test_queued_and_running_jobs_can_be_cancelled(broker: EmbeddedBroker, 
         await this.send(topics.submit("a"), BODY | {"id": "first"})
         await this.send(topics.submit("a"), BODY | {"id": "second"})
         assert (await this.state("second/state", "queued"))["position"] == 1
-        await this.send(topics.cancel("a", "first"))
-        await this.send(topics.cancel("a", "runs"))
-        await this.send(topics.get("a", "second"))
+        await this.send(topics.job("a", "cancel", "first"))
+        await this.send(topics.job("a", "cancel", "runs"))
+        await this.send(topics.job("a", "get", "second"))
         await this.state("second/state", "queued")  # the control connection keeps order: both cancels were seen
         gate.open()
         results = {body["job_id"]: body for body in [await this.body("/result") for _ in range(3)]}
@@ -114,7 +114,7 @@ async def test_a_cancel_that_overtakes_its_job_still_stops_it(broker: EmbeddedBr
         serving(address(broker), topics),
         device(address(broker), f"{topics.client('a')}/jobs/#") as this,
     ):
-        await this.send(topics.cancel("a", "j"))
+        await this.send(topics.job("a", "cancel", "j"))
         assert (await this.body("/state"))["state"] == "unknown"
         await this.send(topics.submit("a"), BODY | {"id": "j"})
         assert (await this.body("/result"))["status"] == "cancelled"
@@ -125,7 +125,7 @@ async def test_get_answers_state_and_result(broker: EmbeddedBroker, topics: Topi
         serving(address(broker), topics),
         device(address(broker), f"{topics.client('a')}/jobs/#", f"{topics.client('a')}/asked") as this,
     ):
-        await this.send(topics.get("a", "nobody"))
+        await this.send(topics.job("a", "get", "nobody"))
         assert await this.body("nobody/state") == {
             "job_id": "nobody",
             "state": "unknown",
@@ -134,7 +134,7 @@ async def test_get_answers_state_and_result(broker: EmbeddedBroker, topics: Topi
         }
         await this.send(topics.submit("a"), BODY | {"id": "j"})
         first = await this.next(lambda message: message.topic.endswith("/result"))
-        await this.send(topics.get("a", "j"), response_topic=f"{topics.client('a')}/asked")
+        await this.send(topics.job("a", "get", "j"), response_topic=f"{topics.client('a')}/asked")
         state, again = await this.reply("state"), await this.reply("result")
     assert json.loads(state.payload) == {"job_id": "j", "state": "done", "position": None, "tokens": 6}
     assert again.payload == first.payload
@@ -160,7 +160,7 @@ async def test_the_same_job_again_joins_and_later_gets_the_same_bytes(broker: Em
     assert json.loads(first.payload)["token_ids"] == await expected_ids(**BODY)
 
 
-async def test_message_expiry_is_the_deadline_where_the_body_has_none(broker: EmbeddedBroker, topics: Topics):
+async def test_the_earlier_of_deadline_and_message_expiry_counts(broker: EmbeddedBroker, topics: Topics):
     gate, now_s = Gate(), 0.0
     async with (
         serving(address(broker), topics, gate=gate, rows=1, clock=lambda: now_s),
@@ -169,12 +169,18 @@ async def test_message_expiry_is_the_deadline_where_the_body_has_none(broker: Em
         await this.send(topics.submit("a"), BODY | {"id": "j"}, message_expiry_s=60)
         await gate.arrived()
         await this.send(topics.submit("a"), BODY | {"id": "k", "deadline_s": 600.0}, message_expiry_s=60)
-        await this.state("k/state", "accepted")
+        await this.send(topics.submit("a"), BODY | {"id": "l", "deadline_s": 60.0}, message_expiry_s=600)
+        await this.send(topics.submit("a"), BODY | {"id": "m", "deadline_s": 600.0}, message_expiry_s=600)
+        await this.state("m/state", "accepted")
         now_s = 100.0
         gate.open()
-        results = {body["job_id"]: body for body in [await this.body("/result") for _ in range(2)]}
+        results = {body["job_id"]: body for body in [await this.body("/result") for _ in range(4)]}
     assert (results["j"]["status"], results["j"]["stop_reason"]) == ("expired", "deadline")
-    assert results["k"]["status"] == "completed"
+    assert {name: body["status"] for name, body in results.items() if name != "j"} == {
+        "k": "expired",
+        "l": "expired",
+        "m": "completed",
+    }
 
 
 async def test_an_answer_over_the_limit_fails_and_is_paid_for(broker: EmbeddedBroker, topics: Topics):
@@ -255,7 +261,7 @@ async def test_only_so_many_results_are_remembered(broker: EmbeddedBroker, topic
         for name in ("old", "new"):
             await this.send(topics.submit("a"), BODY | {"id": name})
             await this.body(f"{name}/result")
-            await this.send(topics.get("a", "old"))
+            await this.send(topics.job("a", "get", "old"))
             assert (await this.body("old/state"))["state"] == ("done" if name == "old" else "unknown")
 
 

@@ -30,12 +30,66 @@ async def test_another_job_under_a_running_id_is_refused_beside_it(
         state, refusal = sorted(marked, key=lambda message: message.topic == topics.dead)
         gate.open()
         result = await this.body("/result")
+    error = json.loads(state.payload)["error"]
+    assert (error["code"], error["field"]) == ("duplicate_id", "max_tokens" if body["max_tokens"] == -1 else "id")
     letter = json.loads(refusal.payload)
     assert (letter["code"], letter["client"], letter["job_id"]) == ("duplicate_id", "a", "j")
     assert refusal.topic == topics.dead
-    assert (state.topic, json.loads(state.payload)["state"]) == (topics.state("a", "j"), "running")
+    assert (state.topic, json.loads(state.payload)["state"]) == (topics.job("a", "state", "j"), "running")
     assert (result["status"], result["token_ids"]) == ("completed", await expected_ids(**BODY))
-    assert "duplicate_id" in counts.rejections
+    assert counts.rejections == ["duplicate_id"]
+
+
+async def test_a_refused_id_is_told_in_the_body_and_where_the_second_sender_listens(
+    broker: EmbeddedBroker, topics: Topics
+):
+    gate = Gate()
+    own = f"{topics.client('a')}/mine"
+    async with (
+        serving(address(broker), topics, gate=gate, rows=1),
+        device(address(broker, 4), f"{topics.client('a')}/jobs/#", own, protocol=4) as this,
+    ):
+        await this.send(topics.submit("a"), BODY | {"id": "j"})
+        await gate.arrived()
+        await this.state("j/state", "accepted")
+        await this.send(topics.submit("a"), BODY | {"id": "j", "prompt": "other"})
+        plain = json.loads((await this.next(lambda message: b'"error"' in message.payload)).payload)
+        await this.send(topics.submit("a"), BODY | {"id": "j", "prompt": "other", "response_topic": own})
+        state, refused = [json.loads((await this.next(lambda message: message.topic == own)).payload) for _ in "ab"]
+        gate.open()
+        end = await this.body("j/result")
+    error = {"code": "duplicate_id", "field": "id", "message": "is in use by a different job"}
+    assert plain == {"job_id": "j", "state": "running", "position": None, "tokens": plain["tokens"], "error": error}
+    assert (state["state"], state["error"]) == ("running", error)
+    assert (refused["status"], refused["job_id"], refused["error"]) == ("rejected", "j", error)
+    assert (end["status"], end["token_ids"]) == ("completed", await expected_ids(**BODY))
+
+
+async def test_a_refused_job_takes_its_early_cancel_with_it(broker: EmbeddedBroker, topics: Topics):
+    async with (
+        serving(address(broker), topics),
+        device(address(broker), f"{topics.client('a')}/jobs/#") as this,
+    ):
+        await this.send(topics.job("a", "cancel", "j"))
+        assert (await this.body("/state"))["state"] == "unknown"
+        await this.send(topics.submit("a"), BODY | {"id": "j", "max_tokens": -1})
+        assert (await this.body("/result"))["status"] == "rejected"
+        await this.send(topics.submit("a"), BODY | {"id": "j"})
+        assert (await this.body("/result"))["status"] == "completed"
+
+
+async def test_answers_do_not_grow_with_what_was_sent(broker: EmbeddedBroker, topics: Topics):
+    async with (
+        serving(address(broker), topics),
+        device(address(broker), f"{topics.client('a')}/jobs/#", topics.dead) as this,
+    ):
+        await this.send(topics.submit("a"), BODY | {"id": "j", "x" * 100_000: 1})
+        body = await this.body("/result")
+        await this.send(topics.submit("a"), {"y" * 100_000: 1})
+        letter = await this.body("/dead")
+    assert body["error"]["field"] == "x" * 999 + "…"
+    assert letter["payload_bytes"] > 100_000
+    assert len(json.dumps(letter)) < 3_000
 
 
 async def test_a_retained_job_is_ignored(broker: EmbeddedBroker, topics: Topics):
@@ -45,7 +99,7 @@ async def test_a_retained_job_is_ignored(broker: EmbeddedBroker, topics: Topics)
         async with serving(address(broker, 4), topics, options=GatewayOptions(protocol=4, refresh_s=0.02)):
             await this.send(topics.submit("a"), BODY | {"id": "fresh"})
             assert (await this.body("/result"))["job_id"] == "fresh"
-            await this.send(topics.get("a", "stale"))
+            await this.send(topics.job("a", "get", "stale"))
             assert (await this.body("stale/state"))["state"] == "unknown"
 
 
@@ -171,12 +225,12 @@ class Faulty:
         self._scheduler = scheduler
         self._fault = fault
 
-    def submit_nowait(self, request: Request) -> object:
+    async def submit(self, request: Request, *, wait: bool = True) -> object:
         if request.prompt != "break":
-            return self._scheduler.submit_nowait(request)
+            return await self._scheduler.submit(request, wait=wait)
         if self._fault == "submit":
             raise RuntimeError("the engine has a bug")
-        return BrokenJob(self._scheduler.submit_nowait(request))
+        return BrokenJob(await self._scheduler.submit(request, wait=wait))
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._scheduler, name)

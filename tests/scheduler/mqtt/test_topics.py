@@ -63,7 +63,7 @@ def test_names_that_are_no_topic_level_are_refused(name: str):
         Topics().submit(name)
     assert wrong_client.value.field == "client"
     with pytest.raises(InvalidRequest) as wrong_job:
-        Topics().result("a", name)
+        Topics().job("a", "result", name)
     assert wrong_job.value.field == "id"
 
 
