@@ -35,6 +35,7 @@ class BPETokenizer:
 
     `spec` is the parsed file. `adds_bos` None asks the spec's own post-processor. `vocab_size` may exceed the ids that
     have a token (padded embeddings). Raises `ModelLoadError`, which names `source`, for kinds that are not served.
+    `arguments` are what it was built from, plain values from which another can be built.
     """
 
     def __init__(
@@ -47,6 +48,14 @@ class BPETokenizer:
         vocab_size: int = 0,
         source: str = "tokenizer.json",
     ) -> None:
+        self.arguments = {
+            "spec": spec,
+            "bos_id": bos_id,
+            "eos_ids": tuple(eos_ids),
+            "adds_bos": adds_bos,
+            "vocab_size": vocab_size,
+            "source": source,
+        }
         model = _bpe_model(spec, source)
         added = [
             _AddedToken(

@@ -46,8 +46,8 @@ class ChatTemplate:
 
     def __init__(self, source: str, tokenizer: Tokenizer, bos_token: str = "", eos_token: str = "") -> None:
         self.source = source
+        self.names = {"bos_token": bos_token, "eos_token": eos_token}
         self._tokenizer = tokenizer
-        self._names = {"bos_token": bos_token, "eos_token": eos_token}
         try:
             self._template = _environment().from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
@@ -107,7 +107,7 @@ class ChatTemplate:
         return "".join(pieces)
 
     def _pieces(self, messages: Sequence[Mapping[str, str]]) -> Iterator[str]:
-        return self._template.generate(messages=messages, add_generation_prompt=True, **self._names)
+        return self._template.generate(messages=messages, add_generation_prompt=True, **self.names)
 
 
 def load_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from drumline.model.chat import ChatTemplate
+from drumline.model.config import ModelConfig
 from drumline.model.errors import ModelLoadError
 from drumline.model.tokenizer import Tokenizer
-from drumline.model.weights import Take
+from drumline.model.weights import Take, Weights
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,17 @@ class Checkpoint:
     unread: set[str]
     files: tuple[Path, ...]
     open_tokenizer: Callable[[], tuple[Tokenizer, ChatTemplate | None]]
+
+
+@dataclass(frozen=True)
+class ModelContents:
+    """What a model's files hold, once it is read and checked; `fingerprint` is a hash of its settings and weights."""
+
+    config: ModelConfig
+    weights: Weights
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    fingerprint: str
 
 
 def check_shape(name: str, stored: tuple[int, ...], expected: tuple[int, ...]) -> None:

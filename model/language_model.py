@@ -10,15 +10,16 @@ from drumline.model.config import ModelConfig
 from drumline.model.errors import InvalidRequest
 from drumline.model.ledger import Ledger
 from drumline.model.tokenizer import Tokenizer
-from drumline.model.weights import Weights
+from drumline.model.weights import QuantisedWeight, Weights
 
 
 @dataclass(frozen=True)
 class LanguageModel:
     """What `load_model` returns and `Scheduler` serves.
 
-    `window` is the served context in tokens (never above the model's own), `kv_dtype` the dtype of the K/V pool,
-    `fingerprint` a hash of the weights' source, which says whether two answers are of the same model.
+    `window` is the served context in tokens (never above the model's own), `kv_dtype` the dtype of the K/V pool (int8:
+    beside a float32 scale a token and head), `fingerprint` a hash of the weights' source, which says whether two
+    answers are of the same model.
     """
 
     name: str
@@ -36,15 +37,16 @@ class LanguageModel:
 
     @property
     def exact(self) -> bool:
-        """True where ids and log-probability bits never depend on what runs beside a request.
+        """True where ids and log-probability bits never depend on what runs beside a request: int8 on a CPU.
 
-        The torch backend's float products round differently for different batch sizes, so it cannot promise this.
+        Its products are whole numbers, exact in any order, and the rest of the "cpu" backend computes each token by
+        itself. Float products round differently for different batch sizes, so no other precision can promise this.
         """
-        return False
+        return isinstance(self.weights.head, QuantisedWeight) and self.device.type == "cpu"
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of weights and activations."""
+        """The dtype of activations, and of weights that are not int8."""
         return self.weights.embedding.dtype
 
     def encode_prompt(self, text: str) -> list[int]:
@@ -70,5 +72,6 @@ class LanguageModel:
             tokens=self.window if tokens is None else tokens,
             head_dim=config.head_dim,
             element_bytes=self.kv_dtype.itemsize,
+            scale_bytes=torch.float32.itemsize if self.kv_dtype == torch.int8 else 0,
             weight_bytes=sum(tensor.nbytes for tensor in self.weights.tensors()),
         )

@@ -1,13 +1,17 @@
 """The arithmetic of a decoder block, once: the torch backend, the course model and the reference all call it."""
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from drumline.model.config import ModelConfig, RopeConfig
-from drumline.model.weights import LayerWeights
+from drumline.model.weights import LayerWeights, LinearWeight, QuantisedWeight
+
+_EXACT_IN_FLOAT32 = 1_024
+"""So many products of two numbers of magnitude ≤ 127 sum to less than 2²⁴: every partial sum is exact in float32."""
 
 
 def normalise(config: ModelConfig, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -24,27 +28,86 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * (wide * scale).to(hidden.dtype)
 
 
-def linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(states: Tensor, weight: LinearWeight, bias: Tensor | None = None) -> Tensor:
     """`states · weightᵀ + bias` for `[tokens, in]` and `[out, in]`.
 
     Few tokens times a large float32 weight is up to twice as fast on a CPU with the weight as the left factor: BLAS
     blocks its left side, and tokens are too few to be blocked.
     """
-    if states.dtype != torch.float32 or states.device.type != "cpu" or len(states) == 1:
+    if isinstance(weight, QuantisedWeight):
+        product = _quantised_linear(states, weight)
+    elif states.dtype != torch.float32 or states.device.type != "cpu" or len(states) == 1:
         return functional.linear(states, weight, bias)
-    product = torch.mm(weight, states.t()).t().contiguous()
+    else:
+        product = torch.mm(weight, states.t()).t().contiguous()
     return product if bias is None else product + bias
+
+
+def _quantised_linear(states: Tensor, weight: QuantisedWeight) -> Tensor:
+    """What `QuantisedWeight` says, in float64 for float64 states, else in float32.
+
+    A token with a NaN or an infinity in it becomes NaN as a whole: its scale is, so no rounding can hide it.
+    """
+    wide = states if states.dtype == torch.float64 else states.float()
+    if weight.multiplier is not None:
+        wide = wide * weight.multiplier
+    codes, scales = quantise_rows(hadamard(wide, weight.rotation))
+    return (_integer_product(codes, weight.codes) * weight.scales * scales).to(states.dtype)
+
+
+def quantise_rows(states: Tensor) -> tuple[Tensor, Tensor]:
+    """`[..., n]` as whole numbers −127 … 127 (in the dtype of `states`) and scales `[..., 1]`, max|x| / 127.
+
+    A row of zeros has scale 0; one that holds a NaN or an infinity has scale NaN.
+    """
+    peaks = states.abs().amax(-1, keepdim=True)
+    scales = torch.where(peaks.isfinite(), peaks / 127, math.nan)
+    codes = (states / torch.where(scales > 0, scales, 1)).round()
+    return codes.clamp(-127, 127), scales  # a subnormal scale may be too small by rounding
+
+
+def hadamard(states: Tensor, width: int) -> Tensor:
+    """The orthonormal Hadamard transform (Sylvester's order) of each block of `width` values of the last dimension.
+
+    It is its own inverse. `width` is a power of two that divides the dimension; 1 changes nothing.
+    """
+    if width == 1:
+        return states
+    matrix = _hadamard_matrix(width, states.dtype, states.device)
+    return (states.reshape(*states.shape[:-1], -1, width) @ matrix).reshape(states.shape)
+
+
+@lru_cache(maxsize=32)
+def _hadamard_matrix(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < width:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return (matrix / math.sqrt(width)).to(device, dtype)
+
+
+def _integer_product(left: Tensor, codes: Tensor) -> Tensor:
+    """`left · codesᵀ` of whole numbers of magnitude ≤ 127, exact, in the dtype of `left` (float32 rounds it once)."""
+    if left.dtype == torch.float64:
+        return left @ codes.t().double()
+    blocks = torch.split(left, _EXACT_IN_FLOAT32, -1), torch.split(codes, _EXACT_IN_FLOAT32, -1)
+    products = [block @ block_codes.t().to(left.dtype) for block, block_codes in zip(*blocks, strict=True)]
+    if len(products) == 1:
+        return products[0]
+    return torch.stack([product.double() for product in products]).sum(0).to(left.dtype)
 
 
 def feed_forward(config: ModelConfig, layer: LayerWeights, hidden: Tensor) -> Tensor:
     """`down(act(up(x)))`, or SwiGLU `down(act(gate(x)) · up(x))` (Shazeer 2020) where the family is gated."""
+    return linear(inner_states(config, layer, hidden), layer.down, layer.down_bias)
+
+
+def inner_states(config: ModelConfig, layer: LayerWeights, hidden: Tensor) -> Tensor:
+    """What `down` reads: `[tokens, ffn_width]`."""
     up = linear(hidden, layer.up, layer.up_bias)
     if config.gated:
         gate, up = up.chunk(2, dim=-1)
-        up = _activate(config, gate) * up
-    else:
-        up = _activate(config, up)
-    return linear(up, layer.down, layer.down_bias)
+        return _activate(config, gate) * up
+    return _activate(config, up)
 
 
 def _activate(config: ModelConfig, hidden: Tensor) -> Tensor:

@@ -19,6 +19,10 @@ from drumline.model.weights import Take
 from drumline.model.word_tokenizer import WordTokenizer
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_BESIDE_WEIGHTS = (
+    *("config.json", "generation_config.json", _INDEX, "vocabulary.json"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
+)
 _STORED_TYPES = ("F32", "F16", "BF16")
 
 
@@ -35,6 +39,12 @@ def load_safetensors(folder: Path) -> Checkpoint:
         files=(folder / "config.json", *_weight_files(folder)),
         open_tokenizer=lambda: _open_tokenizer(folder, settings),
     )
+
+
+def files_read(folder: Path) -> list[Path]:
+    """Every file of the folder that says something about the model, its tokenizer or its chat template."""
+    beside = [file for file in (folder / name for name in _BESIDE_WEIGHTS) if file.exists()]
+    return [*beside, *(file for file in _weight_files(folder) if file.exists())]
 
 
 def _read_json(file: Path) -> dict[str, Any]:

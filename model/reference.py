@@ -2,7 +2,8 @@
 
 Everything that is fast is judged against `uncached_logits`. The two generators share their choosing and their stop
 rules, and differ only in what they feed: `generate_uncached` the whole window each step, `generate_cached` the whole
-prompt first and then only the newest token.
+prompt first and then only the newest token. An exact model is judged twice: bit by bit by its own kernels on one
+request (`exact_reference.py`), and in float64 by `emulated_logits`, which shares no code with them.
 """
 
 import secrets
@@ -13,12 +14,12 @@ from typing import Literal, Required, TypedDict, Unpack
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from drumline.model.batch import StepRecord
 from drumline.model.errors import InvalidRequest
 from drumline.model.language_model import LanguageModel
-from drumline.model.layers import causal_attention, feed_forward, normalise, project_qkv, rope_tables, rotate
+from drumline.model.layers import linear
+from drumline.model.plain_forward import Cache, hidden_states
 from drumline.model.random_state import RandomState
 from drumline.model.sampling import choose
 from drumline.model.sampling_params import SamplingParams
@@ -27,27 +28,6 @@ from drumline.model.stop_reason import StopReason
 Overflow = Literal["stop", "slide"]
 Feed = Callable[[Sequence[int]], tuple[Tensor, StepRecord]]
 """All ids so far -> the newest position's logits `[vocab]`, and what it took."""
-
-
-@dataclass
-class Cache:
-    """One (K, V) a layer, each `[1, kv_heads, tokens, head_dim]`; empty before the first call."""
-
-    layers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-
-    @property
-    def length(self) -> int:
-        """Tokens cached."""
-        return self.layers[0][0].shape[2] if self.layers else 0
-
-    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the new keys and values of one layer and return all of them."""
-        if layer == len(self.layers):
-            self.layers.append((key, value))
-        else:
-            keys, values = self.layers[layer]
-            self.layers[layer] = (torch.cat((keys, key), dim=2), torch.cat((values, value), dim=2))
-        return self.layers[layer]
 
 
 @dataclass(frozen=True)
@@ -78,39 +58,33 @@ def forward(model: LanguageModel, ids: Sequence[int], cache: Cache | None = None
 
     `last` keeps only the last so many positions. Raises `ValueError` for no ids, and past the model's window.
     """
-    config, weights = model.config, model.weights
-    start = cache.length if cache is not None else 0
-    end = start + len(ids)
-    if not ids or end > config.window:
-        raise ValueError(f"{len(ids)} ids at position {start} do not fit a window of 1 … {config.window} tokens")
-    hidden = functional.embedding(torch.tensor(ids, device=model.device), weights.embedding)
-    if weights.position_embedding is not None:
-        hidden = hidden + weights.position_embedding[start:end]
-    rope = rope_tables(config.rope, config.head_dim, end, model.device) if config.rope is not None else None
-    for index, layer in enumerate(weights.layers):
-        normed = normalise(config, hidden, layer.attention_norm, layer.attention_norm_bias)
-        query, key, value = project_qkv(config, layer, normed)
-        if rope is not None:
-            cosine, sine = rope[0][start:], rope[1][start:]
-            query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
-        query, key, value = (states.transpose(0, 1)[None] for states in (query, key, value))
-        key, value = key.to(model.kv_dtype), value.to(model.kv_dtype)
-        if cache is not None:
-            key, value = cache.extend(index, key, value)
-        mixed = causal_attention(query, key.to(query.dtype), value.to(query.dtype), start)
-        mixed = mixed[0].transpose(0, 1).flatten(1)
-        hidden = hidden + functional.linear(mixed, layer.output, layer.output_bias)
-        normed = normalise(config, hidden, layer.mlp_norm, layer.mlp_norm_bias)
-        hidden = hidden + feed_forward(config, layer, normed)
-    if last is not None:
-        hidden = hidden[-last:]
-    hidden = normalise(config, hidden, weights.final_norm, weights.final_norm_bias)
-    return functional.linear(hidden, weights.head).float()
+    if model.exact:
+        return _exact_forward(model, ids, cache, last)
+    hidden = hidden_states(model.config, model.weights, ids, model.kv_dtype, cache)
+    return linear(hidden if last is None else hidden[-last:], model.weights.head).float()
+
+
+def _exact_forward(model: LanguageModel, ids: Sequence[int], cache: Cache | None, last: int | None) -> Tensor:
+    from drumline.model.exact_reference import exact_logits, exact_row  # brings numba, for exact models alone
+
+    cache = Cache() if cache is None else cache
+    if cache.exact is None:
+        cache.exact = exact_row(model)
+    return exact_logits(model, ids, cache.exact, last)
 
 
 def uncached_logits(model: LanguageModel, ids: Sequence[int], last: int | None = None) -> Tensor:
     """The judge's logits `[time, vocab]`, float32: every position of `ids` computed at once, from position zero."""
     return forward(model, ids, None, last)
+
+
+@torch.inference_mode()
+def emulated_logits(model: LanguageModel, ids: Sequence[int], last: int | None = None) -> Tensor:
+    """`uncached_logits` in float64, `[time, vocab]`: what the same weights say when nothing but what the model's
+    precision asks for is rounded (the codes of int8 activations, and keys and values to the cache's dtype)."""
+    weights = model.weights.map(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+    hidden = hidden_states(model.config, weights, ids, model.kv_dtype)
+    return linear(hidden if last is None else hidden[-last:], weights.head)
 
 
 def uncached_steps(model: LanguageModel, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> Iterator[Tensor]:

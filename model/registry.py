@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -10,12 +11,15 @@ from typing import Any
 import torch
 
 from drumline.model import gpt2, llama, transformer_lm
-from drumline.model.checkpoint import Checkpoint
+from drumline.model.checkpoint import Checkpoint, ModelContents
 from drumline.model.config import ModelConfig
 from drumline.model.errors import ModelLoadError
 from drumline.model.language_model import LanguageModel
 from drumline.model.load_gguf import load_gguf
-from drumline.model.load_safetensors import load_safetensors
+from drumline.model.load_safetensors import files_read, load_safetensors
+from drumline.model.packed_cache import load_or_pack
+from drumline.model.precision import number_formats
+from drumline.model.quantise import quantise
 from drumline.model.tokenizer import Tokenizer
 from drumline.model.weights import Weights
 
@@ -30,7 +34,6 @@ FAMILIES: dict[str, ModuleType] = {
 """Architecture, as `config.json` spells it, to the module whose `read_config` and `build_weights` serve it."""
 
 DEFAULT_WINDOW = 2_048
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Buffers that old checkpoints store although they are constants: RoPE frequencies, GPT-2's causal mask.
 _CONSTANTS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
 
@@ -44,41 +47,41 @@ def load_model(
 ) -> LanguageModel:
     """Load a GGUF file, or a folder with config.json, safetensors and a tokenizer.
 
-    `precision` is auto (float32 for now), float32 or bfloat16; `window` the served context in tokens (default: the
-    model's, at most 2,048); `kv_dtype` float32 or bfloat16 (default: what the weights are in).
-    Raises `ModelLoadError` for whatever cannot be served as asked, naming it.
+    `precision` is int8, bfloat16, float32 or auto: on a CPU int8 where its products are exact, else, with a warning,
+    the faster of the others; on a GPU bfloat16 where it has it. `window` is the served context in tokens (default: the
+    model's, at most 2,048); `kv_dtype` float32, bfloat16 or, in int8 precision, int8 (default: the precision's own,
+    bfloat16 for int8). An int8 model is quantised at its first load and then kept in the user's cache folder
+    (`model/packed_cache.py`). Raises `ModelLoadError` for whatever cannot be served as asked, naming it.
     """
     path = Path(path)
-    dtype = _dtype(precision)
     place = _device(device)
-    kv = dtype if kv_dtype is None else _named("kv_dtype", kv_dtype)
+    formats = number_formats(precision, kv_dtype, place)
     if not path.exists():
         raise ModelLoadError(f"{path}: no such file or folder")
     try:
-        checkpoint = load_safetensors(path) if path.is_dir() else load_gguf(path)
-        family = _family(checkpoint.settings)
-        config = _config(family, checkpoint.settings)
-        served_window = _window(config, window)
-        tokenizer, chat_template = checkpoint.open_tokenizer()
-        _check_vocabulary(tokenizer, config)
-        weights: Weights = family.build_weights(checkpoint.take, config)
-        _check_complete(checkpoint, config)
+        if formats.precision == "int8":
+            contents = load_or_pack(_files(path), lambda: _quantised(_read(path, window)))
+        else:
+            contents = _read(path, window)
+        served_window = _window(contents.config, window)
     except ModelLoadError as error:
         if str(path) in str(error):
             raise
         raise ModelLoadError(f"{path}: {error}") from error
     return LanguageModel(
         name=path.resolve().name if path.is_dir() else path.stem,
-        config=config,
-        weights=weights.map(lambda tensor: tensor.to(place, dtype)),
-        tokenizer=tokenizer,
-        chat_template=chat_template,
-        precision=str(dtype).removeprefix("torch."),
+        config=contents.config,
+        weights=contents.weights.map(
+            lambda tensor: tensor.to(place, formats.dtype if tensor.is_floating_point() else tensor.dtype)
+        ),
+        tokenizer=contents.tokenizer,
+        chat_template=contents.chat_template,
+        precision=formats.precision,
         device=place,
         window=served_window,
-        kv_dtype=kv,
-        fingerprint=_fingerprint(checkpoint.files),
-        slides=family is transformer_lm,
+        kv_dtype=formats.kv_dtype,
+        fingerprint=contents.fingerprint,
+        slides=contents.config.architecture == transformer_lm.MODEL_TYPE,
     )
 
 
@@ -90,16 +93,25 @@ def packaged_model() -> Path | None:
     return files[0] if files else None
 
 
-def _dtype(precision: str) -> torch.dtype:
-    if precision == "int8":
-        raise ModelLoadError("precision int8 is not available in this version; use float32 or bfloat16")
-    return _named("precision", "float32" if precision == "auto" else precision)
+def _files(path: Path) -> dict[str, Path]:
+    """The model's files by their roles; the name of a file that stands alone says nothing."""
+    return {file.name: file for file in files_read(path)} if path.is_dir() else {"gguf": path}
 
 
-def _named(option: str, name: str) -> torch.dtype:
-    if name not in _DTYPES:
-        raise ModelLoadError(f"{option} {name!r} is unknown; known: {', '.join(_DTYPES)}")
-    return _DTYPES[name]
+def _read(path: Path, window: int | None) -> ModelContents:
+    checkpoint = load_safetensors(path) if path.is_dir() else load_gguf(path)
+    family = _family(checkpoint.settings)
+    config = _config(family, checkpoint.settings)
+    _window(config, window)  # a window that cannot be served is refused before the weights are read
+    tokenizer, chat_template = checkpoint.open_tokenizer()
+    _check_vocabulary(tokenizer, config)
+    weights: Weights = family.build_weights(checkpoint.take, config)
+    _check_complete(checkpoint, config)
+    return ModelContents(config, weights, tokenizer, chat_template, _fingerprint(checkpoint.files))
+
+
+def _quantised(contents: ModelContents) -> ModelContents:
+    return replace(contents, weights=quantise(contents.weights, contents.config))
 
 
 def _device(name: str) -> torch.device:

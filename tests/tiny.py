@@ -8,6 +8,7 @@ import torch
 
 from drumline.model.config import ModelConfig, RopeConfig
 from drumline.model.language_model import LanguageModel
+from drumline.model.quantise import quantise
 from drumline.model.weights import LayerWeights, Weights
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "course")
@@ -70,19 +71,23 @@ def tiny_config(family: str = "llama", window: int = 32) -> ModelConfig:
     return replace(_CONFIGS[family], window=window)
 
 
-def tiny_model(family: str = "llama", window: int = 32, seed: int = 0) -> LanguageModel:
-    """A random model whose logits are spread enough for greedy choices to be clear."""
+def tiny_model(family: str = "llama", window: int = 32, seed: int = 0, precision: str = "float32") -> LanguageModel:
+    """A random model whose logits are spread enough for greedy choices to be clear.
+
+    In int8 it is quantised from the same float32 weights, with keys and values in bfloat16.
+    """
     config = tiny_config(family, window)
+    weights = random_weights(config, seed)
     return LanguageModel(
         name=f"tiny-{family}",
         config=config,
-        weights=random_weights(config, seed),
+        weights=quantise(weights, config) if precision == "int8" else weights,
         tokenizer=ByteTokenizer(),
         chat_template=None,
-        precision="float32",
+        precision=precision,
         device=torch.device("cpu"),
         window=window,
-        kv_dtype=torch.float32,
+        kv_dtype=torch.bfloat16 if precision == "int8" else torch.float32,
         fingerprint=hashlib.sha256(f"{config}{seed}".encode()).hexdigest(),
         slides=family == "course",
     )

@@ -1,4 +1,7 @@
+from dataclasses import replace
+
 import pytest
+import torch
 
 from drumline.model.ledger import Ledger
 from tests.tiny import FAMILIES, tiny_model
@@ -22,6 +25,29 @@ def ledger(layers: int, rows: int, kv_heads: int, tokens: int, head_dim: int, el
 def test_figures_of_the_design(given: Ledger, kv_bytes: int):
     assert given.kv_bytes == kv_bytes
     assert given.kv_bytes_per_token * given.rows * given.tokens == kv_bytes
+
+
+def test_an_int8_key_or_value_takes_a_scale_besides():
+    """One float32 a token and head: 12 · 2 · 2 · 1,024 of them beside half of bfloat16's 6.29 MB."""
+    given = Ledger(12, 1, 2, 1024, 64, 1, scale_bytes=4)
+    assert given.kv_bytes == 6_291_456 // 2 + 2 * 12 * 2 * 1024 * 4
+    assert given.kv_bytes_per_token * 1024 == given.kv_bytes
+
+
+@pytest.mark.parametrize(("kv_dtype", "bytes_a_head"), [(torch.int8, 8 + 4), (torch.bfloat16, 16), (torch.float32, 32)])
+def test_a_models_ledger_follows_its_kv_dtype(kv_dtype: torch.dtype, bytes_a_head: int):
+    model = replace(tiny_model(precision="int8"), kv_dtype=kv_dtype)
+    assert model.ledger(rows=3, tokens=5).kv_bytes == 2 * 2 * 3 * 2 * 5 * bytes_a_head
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_int8_model_takes_a_quarter_of_its_linear_weights(family: str):
+    model, wide = tiny_model(family, precision="int8"), tiny_model(family)
+    codes = sum(tensor.numel() for tensor in model.weights.tensors() if tensor.dtype == torch.int8)
+    others = sum(tensor.nbytes for tensor in model.weights.tensors() if tensor.dtype != torch.int8)
+    assert model.ledger(rows=1).weight_bytes == codes + others
+    linears = (getattr(layer, slot) for layer in wide.weights.layers for slot in ("qkv", "output", "up", "down"))
+    assert codes == wide.weights.head.numel() + sum(weight.numel() for weight in linears)
 
 
 def test_total_adds_the_weights():

@@ -1,5 +1,6 @@
 """GGUF files that the `gguf` library writes: names, permuted rows, block types, RoPE scaling, and damage."""
 
+import functools
 import random
 import struct
 from pathlib import Path
@@ -18,6 +19,8 @@ from drumline.model.config import ModelConfig, RopeConfig
 from drumline.model.registry import packaged_model
 from tests import checkpoints
 
+load_float32 = functools.partial(load_model, precision="float32")
+
 Array = npt.NDArray[Any]
 
 
@@ -35,7 +38,7 @@ def write(path: Path, config: PreTrainedConfig, **settings: Any) -> Path:
 
 def assert_refused(path: Path, *parts: str) -> None:
     with pytest.raises(ModelLoadError) as caught:
-        load_model(path)
+        load_float32(path)
     for part in (str(path), *parts):
         assert part in str(caught.value)
 
@@ -54,7 +57,7 @@ def assert_refused(path: Path, *parts: str) -> None:
 )
 def test_a_gguf_file_reads_as_the_checkpoint_it_was_made_of(config: PreTrainedConfig, tmp_path: Path) -> None:
     folder = checkpoints.save(tmp_path / "folder", checkpoints.random_model(config))
-    expected, actual = load_model(folder), load_model(write(tmp_path / "tiny.gguf", config))
+    expected, actual = load_float32(folder), load_float32(write(tmp_path / "tiny.gguf", config))
     assert described(actual.config) == described(expected.config)
     for ours, theirs in zip(actual.weights.tensors(), expected.weights.tensors(), strict=True):
         assert torch.equal(ours, theirs)
@@ -68,7 +71,7 @@ def described(config: ModelConfig) -> dict[str, Any]:
 
 
 def test_tokenizer_and_chat_template_come_along(whole: Path) -> None:
-    model = load_model(whole)
+    model = load_float32(whole)
     assert model.tokenizer.encode("cab") == [model.tokenizer.encode("c")[0], 258]
     assert (model.tokenizer.bos_id, model.tokenizer.eos_ids) == (256, (257,))
     assert model.chat_template is not None
@@ -85,7 +88,7 @@ def test_quantised_tensors_are_what_the_library_makes_of_them(kind: str, tmp_pat
     path = checkpoints.write_gguf(
         tmp_path / "tiny.gguf", "llama", checkpoints.gguf_settings(model), tensors, dict.fromkeys(matrices, numbered)
     )
-    ours = load_model(path).weights.layers[1]
+    ours = load_float32(path).weights.layers[1]
     theirs = model.model.layers[1]
 
     def rounded(*linears: torch.nn.Linear) -> torch.Tensor:
@@ -123,7 +126,7 @@ def test_blocks_are_read_by_their_formula(kind: str, tmp_path: Path) -> None:
         tensors,
         {"token_embd.weight": numbered},
     )
-    embedding = load_model(path).weights.embedding
+    embedding = load_float32(path).weights.embedding
     assert torch.equal(embedding, torch.from_numpy(dequantize(tensors["token_embd.weight"], numbered)))
     for row in (0, checkpoints.VOCABULARY - 1):
         expected = [value for block in blocks[row] for value in by_hand(kind, block.tobytes())]
@@ -192,7 +195,7 @@ def q6_k(scale: float, block: bytes) -> list[float]:
     ],
 )
 def test_rope_scaling_of_the_metadata(settings: dict[str, Any], expected: RopeConfig, tmp_path: Path) -> None:
-    assert load_model(write(tmp_path / "tiny.gguf", checkpoints.llama(), **settings)).config.rope == expected
+    assert load_float32(write(tmp_path / "tiny.gguf", checkpoints.llama(), **settings)).config.rope == expected
 
 
 def test_rope_factors_are_kept_as_divisors(tmp_path: Path) -> None:
@@ -200,7 +203,7 @@ def test_rope_factors_are_kept_as_divisors(tmp_path: Path) -> None:
     factors = np.array([1.0, 1.5, 4.0, 8.0], np.float32)
     tensors = checkpoints.gguf_tensors(model) | {"rope_freqs.weight": factors}
     path = checkpoints.write_gguf(tmp_path / "tiny.gguf", "llama", checkpoints.gguf_settings(model), tensors)
-    assert load_model(path).config.rope == RopeConfig(frequency_factors=(1.0, 1.5, 4.0, 8.0))
+    assert load_float32(path).config.rope == RopeConfig(frequency_factors=(1.0, 1.5, 4.0, 8.0))
     tensors["rope_freqs.weight"] = factors[:3]
     path = checkpoints.write_gguf(tmp_path / "short.gguf", "llama", checkpoints.gguf_settings(model), tensors)
     assert_refused(path, "3 RoPE frequency factors for 4")
@@ -230,10 +233,10 @@ def test_metadata_that_is_not_served_is_named(settings: dict[str, Any], parts: l
 def test_a_sliding_window_is_kept_and_served_up_to_its_width(tmp_path: Path) -> None:
     for config in (checkpoints.llama(), checkpoints.qwen2()):
         path = write(tmp_path / f"{config.model_type}.gguf", config, **{"attention.sliding_window": 16})
-        model = load_model(path, window=16)
+        model = load_float32(path, window=16)
         assert (model.config.sliding_window, model.window) == (16, 16)
         with pytest.raises(ModelLoadError, match="window=16 would work"):
-            load_model(path, window=17)
+            load_float32(path, window=17)
 
 
 def test_a_missing_tensor_a_wrong_shape_and_an_unknown_tensor_are_named(tmp_path: Path) -> None:
@@ -305,7 +308,7 @@ def test_damage_in_the_header_is_refused_or_harmless(whole: Path, tmp_path: Path
         damaged[at] = chance.randrange(256)
         path.write_bytes(damaged)
         try:
-            load_model(path)
+            load_float32(path)
             outcomes[True] += 1
         except ModelLoadError:
             outcomes[False] += 1
@@ -315,7 +318,7 @@ def test_damage_in_the_header_is_refused_or_harmless(whole: Path, tmp_path: Path
 def test_smollm2_is_described_as_published() -> None:
     path = packaged_model()
     assert path is not None
-    model = load_model(path)
+    model = load_float32(path)
     assert model.config == ModelConfig(
         architecture="llama",
         vocab_size=49_152,

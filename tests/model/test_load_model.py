@@ -9,7 +9,9 @@ import torch
 
 from drumline import ModelLoadError, load_model
 from drumline.model import gpt2, llama
+from drumline.model.backends import products
 from drumline.model.config import GOLDEN
+from drumline.model.quantise import quantise
 from drumline.model.reference import uncached_logits
 from drumline.model.registry import FAMILIES, packaged_model
 from drumline.model.transformer_lm import CourseConfig, TransformerLM, save_checkpoint
@@ -23,8 +25,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.save(tmp_path_factory.mktemp("checkpoint") / "tiny-llama", model)
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own, outside the folders it loads."""
+    monkeypatch.setenv("DRUMLINE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "packed"
+
+
 def test_defaults(folder: Path) -> None:
-    model = load_model(str(folder))
+    model = load_model(str(folder), precision="float32")
     assert model.name == "tiny-llama"
     assert (model.precision, model.dtype, model.kv_dtype) == ("float32", torch.float32, torch.float32)
     assert (model.window, model.config.window) == (2_048, 4_096)
@@ -33,8 +42,23 @@ def test_defaults(folder: Path) -> None:
     assert not model.slides
 
 
+def test_int8_is_exact_with_float32_activations_and_bfloat16_keys_and_values(folder: Path) -> None:
+    model, wide = load_model(folder, precision="int8"), load_model(folder, precision="float32")
+    assert (model.precision, model.dtype, model.kv_dtype) == ("int8", torch.float32, torch.bfloat16)
+    assert model.exact
+    assert model.fingerprint == wide.fingerprint
+    expected = quantise(wide.weights, wide.config)
+    assert all(torch.equal(a, b) for a, b in zip(model.weights.tensors(), expected.tensors(), strict=True))
+
+
+def test_auto_is_int8_where_its_products_are_exact(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "choose_product", products.OneDnnProduct)
+    model = load_model(folder)
+    assert (model.precision, model.exact) == ("int8", True)
+
+
 def test_bfloat16_rounds_every_tensor(folder: Path) -> None:
-    wide, narrow = load_model(folder), load_model(folder, precision="bfloat16")
+    wide, narrow = (load_model(folder, precision=name) for name in ("float32", "bfloat16"))
     assert (narrow.precision, narrow.kv_dtype) == ("bfloat16", torch.bfloat16)
     for ours, theirs in zip(narrow.weights.tensors(), wide.weights.tensors(), strict=True):
         assert torch.equal(ours, theirs.to(torch.bfloat16))
@@ -46,6 +70,8 @@ def test_options_are_taken(folder: Path) -> None:
     assert load_model(folder, window=4_096).window == 4_096
     mixed = load_model(folder, precision="float32", kv_dtype="bfloat16")
     assert (mixed.dtype, mixed.kv_dtype) == (torch.float32, torch.bfloat16)
+    for name, kv_dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16), ("int8", torch.int8)):
+        assert load_model(folder, precision="int8", kv_dtype=name).kv_dtype == kv_dtype
 
 
 def test_the_default_window_is_the_models_where_that_is_smaller(tmp_path: Path) -> None:
@@ -55,9 +81,9 @@ def test_the_default_window_is_the_models_where_that_is_smaller(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("options", "part"),
     [
-        ({"precision": "int8"}, "precision int8 is not available in this version"),
         ({"precision": "float16"}, "precision 'float16'"),
-        ({"kv_dtype": "int8"}, "kv_dtype 'int8'"),
+        ({"precision": "float32", "kv_dtype": "int8"}, "kv_dtype int8 needs precision int8, not float32"),
+        ({"precision": "int8", "kv_dtype": "float16"}, "kv_dtype 'float16'"),
         ({"device": "abacus"}, "device 'abacus'"),
         ({"device": "meta"}, "device 'meta'"),
         ({"device": "cuda:99"}, "device 'cuda:99' is not available"),
@@ -88,14 +114,14 @@ def test_an_active_sliding_window_bounds_the_window(tmp_path: Path) -> None:
 def test_the_fingerprint_follows_the_content(folder: Path, tmp_path: Path) -> None:
     copy = tmp_path / "under-another-name"
     shutil.copytree(folder, copy)
-    assert load_model(copy).fingerprint == load_model(folder).fingerprint
+    assert load_model(copy, precision="float32").fingerprint == load_model(folder, precision="float32").fingerprint
     checkpoints.edit_config(copy, rms_norm_eps=1e-4)
-    changed_settings = load_model(copy).fingerprint
+    changed_settings = load_model(copy, precision="float32").fingerprint
     shutil.copy(folder / "config.json", copy / "config.json")
     other = checkpoints.random_model(checkpoints.llama(max_position_embeddings=4_096), seed=1)
     checkpoints.save(copy, other)
-    changed_weights = load_model(copy).fingerprint
-    assert len({load_model(folder).fingerprint, changed_settings, changed_weights}) == 3
+    changed_weights = load_model(copy, precision="float32").fingerprint
+    assert len({load_model(folder, precision="float32").fingerprint, changed_settings, changed_weights}) == 3
     assert len(changed_weights) == 64
 
 
@@ -104,7 +130,7 @@ def test_the_course_model_loads_like_any_other_and_slides(tmp_path: Path) -> Non
     vocabulary = WordTokenizer.from_text("the drum line keeps the beat")
     trained = TransformerLM(CourseConfig(vocabulary.vocab_size, width=16, layers=2, heads=2, block_size=8)).eval()
     save_checkpoint(tmp_path / "course", trained, vocabulary)
-    model = load_model(tmp_path / "course")
+    model = load_model(tmp_path / "course", precision="float32")
     assert model.slides
     assert (model.name, model.window, model.chat_template) == ("course", 8, None)
     ids = model.tokenizer.encode("the drum keeps")

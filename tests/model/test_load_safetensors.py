@@ -1,5 +1,6 @@
 """Folders of Hugging Face checkpoints: where each tensor goes, and what is refused, by name."""
 
+import functools
 import json
 import struct
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from drumline import ModelLoadError, load_model
 from drumline.model.weights import LayerWeights
 from tests import checkpoints
 
+load_float32 = functools.partial(load_model, precision="float32")
+
 LLAMA_LAYER = "model.layers.1"
 
 
@@ -23,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
 
 def assert_refused(folder: Path, *parts: str) -> None:
     with pytest.raises(ModelLoadError) as caught:
-        load_model(folder)
+        load_float32(folder)
     for part in (str(folder), *parts):
         assert part in str(caught.value)
 
@@ -38,7 +41,7 @@ def test_llama_tensors_stand_where_they_belong(tmp_path: Path) -> None:
     config = checkpoints.llama(attention_bias=True, mlp_bias=True)
     theirs = checkpoints.random_model(config)
     state = theirs.state_dict()
-    model = load_model(checkpoints.save(tmp_path, theirs))
+    model = load_float32(checkpoints.save(tmp_path, theirs))
 
     def attention(kind: str) -> torch.Tensor:
         return torch.cat([state[f"{LLAMA_LAYER}.self_attn.{part}_proj.{kind}"] for part in "qkv"])
@@ -68,7 +71,7 @@ def test_llama_tensors_stand_where_they_belong(tmp_path: Path) -> None:
 def test_gpt2_linear_weights_are_turned_round(tmp_path: Path) -> None:
     theirs = checkpoints.random_model(checkpoints.gpt2())
     state = theirs.state_dict()
-    model = load_model(checkpoints.save(tmp_path, theirs))
+    model = load_float32(checkpoints.save(tmp_path, theirs))
     layer, prefix = model.weights.layers[1], "transformer.h.1"
     expected = LayerWeights(
         attention_norm=state[f"{prefix}.ln_1.weight"],
@@ -100,22 +103,22 @@ def assert_equal_layers(actual: LayerWeights, expected: LayerWeights) -> None:
 
 def test_a_gpt2_checkpoint_without_prefixes_reads_alike(tmp_path: Path) -> None:
     folder = checkpoints.save(tmp_path, checkpoints.random_model(checkpoints.gpt2()))
-    prefixed = load_model(folder)
+    prefixed = load_float32(folder)
     stored = load_file(folder / "model.safetensors")
     bare = {name.removeprefix("transformer."): tensor for name, tensor in stored.items()}
     bare["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)  # the causal mask that OpenAI's checkpoint stores
     save_file(bare, folder / "model.safetensors")
-    for ours, theirs in zip(load_model(folder).weights.tensors(), prefixed.weights.tensors(), strict=True):
+    for ours, theirs in zip(load_float32(folder).weights.tensors(), prefixed.weights.tensors(), strict=True):
         assert torch.equal(ours, theirs)
 
 
 def test_shards_read_as_one_file(tmp_path: Path) -> None:
     theirs = checkpoints.random_model(checkpoints.qwen3())
-    whole = load_model(checkpoints.save(tmp_path / "whole", theirs))
+    whole = load_float32(checkpoints.save(tmp_path / "whole", theirs))
     folder = checkpoints.save(tmp_path / "sharded", theirs, max_shard_size="20KB")
     shards = sorted(folder.glob("*.safetensors"))
     assert len(shards) > 2
-    sharded = load_model(folder)
+    sharded = load_float32(folder)
     for ours, expected in zip(sharded.weights.tensors(), whole.weights.tensors(), strict=True):
         assert torch.equal(ours, expected)
     assert sharded.fingerprint != whole.fingerprint
@@ -126,28 +129,28 @@ def test_shards_read_as_one_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_read_as_float32(tmp_path: Path, dtype: torch.dtype) -> None:
     theirs = checkpoints.random_model(checkpoints.llama()).to(dtype)
-    model = load_model(checkpoints.save(tmp_path, theirs))
+    model = load_float32(checkpoints.save(tmp_path, theirs))
     assert model.weights.embedding.dtype == torch.float32
     assert torch.equal(model.weights.embedding, theirs.state_dict()["model.embed_tokens.weight"].float())
     assert torch.equal(model.weights.layers[0].qkv[:32], theirs.model.layers[0].self_attn.q_proj.weight.float())
 
 
 def test_tokenizer_and_chat_template_come_along(folder: Path) -> None:
-    assert load_model(folder).chat_template is None
+    assert load_float32(folder).chat_template is None
     settings = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": "{{ bos_token }}{{ eos_token }}"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    model = load_model(folder)
+    model = load_float32(folder)
     assert model.chat_template is not None
     assert model.tokenizer.bos_id == 256
     assert model.tokenizer.eos_ids == (257,)
     assert model.chat_template.encode([{"role": "user", "content": "hi"}]) == [256, 257]
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ eos_token }}"}]
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": named}))
-    template = load_model(folder).chat_template
+    template = load_float32(folder).chat_template
     assert template is not None
     assert template.encode([{"role": "user", "content": "hi"}]) == [257]
     (folder / "chat_template.jinja").write_text("{{ bos_token }}")
-    template = load_model(folder).chat_template
+    template = load_float32(folder).chat_template
     assert template is not None
     assert template.encode([{"role": "user", "content": "hi"}]) == [256]
 
@@ -177,7 +180,7 @@ def test_constants_and_a_tied_head_may_be_stored_too(folder: Path) -> None:
             }
         ),
     )
-    assert load_model(folder).config.tied_head
+    assert load_float32(folder).config.tied_head
 
 
 def test_whole_numbers_are_no_weights(folder: Path) -> None:

@@ -1,3 +1,4 @@
+import functools
 import json
 import math
 
@@ -17,6 +18,8 @@ from drumline.model.transformer_lm import (
     to_language_model,
 )
 from drumline.model.word_tokenizer import WordTokenizer
+
+load_float32 = functools.partial(load_model, precision="float32")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -202,7 +205,7 @@ def test_checkpoint_round_trip(model, tmp_path):
     assert again.config == model.config
     assert words.encode("three one") == vocabulary.encode("three one")
 
-    served = load_model(tmp_path)
+    served = load_float32(tmp_path)
     torch.testing.assert_close(
         uncached_logits(served, [1, 2, 3]),
         uncached_logits(to_language_model(model, vocabulary), [1, 2, 3]),
