@@ -1,9 +1,13 @@
-"""Where keys and values live: per layer two tensors `[rows, kv_heads, window, head_dim]`."""
+"""Where the torch backend's keys and values live: per layer two tensors `[rows, kv_heads, window, head_dim]`.
+
+Int8 ones have a third and a fourth, the scales of their tokens and heads, float32 `[rows, kv_heads, window, 1]`.
+"""
 
 import torch
 from torch import Tensor
 
 from drumline.model.language_model import LanguageModel
+from drumline.model.layers import quantise_rows
 
 
 class KVCache:
@@ -14,8 +18,11 @@ class KVCache:
         config = model.config
         self._retired: dict[int, int] = {}
         shape = (rows, config.kv_heads, model.window, config.head_dim)
+        kinds = [(shape, model.kv_dtype)] * 2
+        if model.kv_dtype == torch.int8:
+            kinds += [((*shape[:-1], 1), torch.float32)] * 2
         self._layers = [
-            tuple(torch.zeros(shape, dtype=model.kv_dtype, device=model.device) for _ in ("key", "value"))
+            tuple(torch.zeros(size, dtype=dtype, device=model.device) for size, dtype in kinds)
             for _ in range(config.layers)
         ]
 
@@ -26,16 +33,21 @@ class KVCache:
 
     def write(self, layer: int, rows: Tensor, positions: Tensor, key: Tensor, value: Tensor) -> None:
         """Store packed `[tokens, kv_heads, head_dim]` at `(rows[t], positions[t])`, rounded to the cache's dtype."""
-        for stored, new in zip(self._layers[layer], (key, value), strict=True):
-            stored[rows, :, positions] = new.to(stored.dtype)
+        arrays = self._layers[layer]
+        if len(arrays) == 4:
+            (key, key_scales), (value, value_scales) = quantise_rows(key), quantise_rows(value)
+            arrays[2][rows, :, positions], arrays[3][rows, :, positions] = key_scales, value_scales
+        arrays[0][rows, :, positions], arrays[1][rows, :, positions] = key.to(arrays[0]), value.to(arrays[1])
 
     def read(self, layer: int, rows: range | Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-        """The first `tokens` positions of `rows`: a view for a range, a copy for an index tensor."""
-        index = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
-        key, value = self._layers[layer]
-        if isinstance(index, Tensor):
-            return key[:, :, :tokens].index_select(0, index), value[:, :, :tokens].index_select(0, index)
-        return key[index, :, :tokens], value[index, :, :tokens]
+        """The first `tokens` positions of `rows`: a view for a range, a copy for an index tensor, or of int8."""
+        key, value, *scales = (self._part(array, rows, tokens) for array in self._layers[layer])
+        return (key * scales[0], value * scales[1]) if scales else (key, value)
+
+    def _part(self, array: Tensor, rows: range | Tensor, tokens: int) -> Tensor:
+        if isinstance(rows, Tensor):
+            return array[:, :, :tokens].index_select(0, rows)
+        return array[rows.start : rows.stop, :, :tokens]
 
     def retire(self, row: int, tokens: int) -> None:
         """Note that the first `tokens` positions of a row are nobody's any more; the next step zeroes them."""

@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from typing import get_args
 
-import torch
+import numpy as np
 
-from drumline.cache_pool.kv import KVCache
-from drumline.cache_pool.ledger import check_fits
+from drumline.cache_pool.store import RowStore
 from drumline.model.batch import Segment
 from drumline.model.language_model import LanguageModel
 from drumline.model.random_state import RandomState
@@ -26,41 +25,40 @@ class RowSnapshot:
 
 
 class CachePool:
-    """A fixed number of rows. Row state lies in tensors `[rows]`:
+    """A fixed number of rows over a store of their keys and values. Row state lies in numpy arrays `[rows]`:
 
     - `alive` bool; `stop_reason` int8 (index into the stop reasons, −1 while none)
     - `origin` int64: index of the row's id at window position 0 (0 until the window slides)
     - `position` int64: tokens cached, counted from `origin`
-    - `seed`, `choice`, `index` int64: the random state (the seed's 64 bits reinterpreted)
+    - `seed` uint64, `choice` and `index` int64: the random state
 
     Not thread-safe: only the event loop changes it, and never during a step, which reads it on the torch thread.
     """
 
-    def __init__(self, model: LanguageModel, rows: int) -> None:
-        check_fits(model.ledger(rows), model.device)
-        self.rows, self.window = rows, model.window
-        self.kv = KVCache(model, rows)
-        self.alive = torch.zeros(rows, dtype=torch.bool)
-        self.stop_reason = torch.full((rows,), _RUNNING, dtype=torch.int8)
-        self.origin, self.position, self.seed, self.choice, self.index = torch.zeros(5, rows, dtype=torch.int64)
+    def __init__(self, model: LanguageModel, rows: int, kv: RowStore) -> None:
+        self.rows, self.window, self.kv = rows, model.window, kv
+        self.alive = np.zeros(rows, dtype=np.bool_)
+        self.stop_reason = np.full(rows, _RUNNING, dtype=np.int8)
+        self.origin, self.position, self.choice, self.index = np.zeros((4, rows), dtype=np.int64)
+        self.seed = np.zeros(rows, dtype=np.uint64)
         self._ids: list[list[int]] = [[] for _ in range(rows)]
 
     @property
     def free(self) -> int:
         """Rows that can be taken."""
-        return self.rows - int(self.alive.sum())
+        return self.rows - int(np.count_nonzero(self.alive))
 
     @property
     def kv_tokens(self) -> int:
         """Tokens cached in live rows."""
-        return int(self.position[self.alive].sum())
+        return int(self.position.sum())  # a free row's is 0
 
     def take(self, token_ids: tuple[int, ...], random: RandomState) -> int:
         """Give the lowest free row (live rows stay close together) to a sequence, and return it.
 
         Ids beyond the window slide at once: only the last `window` of them will be cached.
         """
-        row = int((~self.alive).int().argmax())
+        row = int(self.alive.argmin())
         if self.alive[row]:
             raise RuntimeError("no free row: check `free` before taking one")
         self.alive[row], self.stop_reason[row] = True, _RUNNING
@@ -105,7 +103,7 @@ class CachePool:
 
     def random(self, row: int) -> RandomState:
         """The row's random state."""
-        return RandomState(int(self.seed[row]) % 2**64, int(self.choice[row]), int(self.index[row]))
+        return RandomState(int(self.seed[row]), int(self.choice[row]), int(self.index[row]))
 
     def snapshot(self, row: int) -> RowSnapshot:
         """The row's tokens, position and random state."""
@@ -150,5 +148,4 @@ class CachePool:
         self.origin[row] = self.position[row] = 0
 
     def _set_random(self, row: int, random: RandomState) -> None:
-        self.seed[row] = random.seed - 2**64 if random.seed >= 2**63 else random.seed
-        self.choice[row], self.index[row] = random.choice, random.index
+        self.seed[row], self.choice[row], self.index[row] = random.seed, random.choice, random.index

@@ -51,6 +51,23 @@ class StepRecord:
     cache_after: int
 
 
+@dataclass(frozen=True)
+class StepOutput:
+    """Logits `[segments that want them, vocab]`, float32, on the CPU, and what attention had to look at.
+
+    `real_cells` are the query-key pairs that the tokens' own rows hold, `padded_cells` those that were computed.
+    """
+
+    logits: Tensor
+    real_cells: int
+    padded_cells: int
+
+    @property
+    def padding_ratio(self) -> float:
+        """Share of attention's query-key pairs that were padding, 0–1."""
+        return 1 - self.real_cells / self.padded_cells
+
+
 class KVStore(Protocol):
     """Keys and values of all rows, per layer `[rows, kv_heads, window, head_dim]`."""
 

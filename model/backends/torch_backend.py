@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from drumline.model.batch import KVStore, Segment, StepBatch
+from drumline.model.batch import KVStore, Segment, StepBatch, StepOutput
 from drumline.model.language_model import LanguageModel
 from drumline.model.layers import feed_forward, linear, normalise, project_qkv, rope_tables, rotate
 
@@ -36,17 +36,10 @@ class PaddedRows:
 
 
 @dataclass(frozen=True)
-class StepOutput:
-    """Logits `[segments that want them, vocab]`, float32, on the CPU, and the rectangles that attention used."""
+class PaddedOutput(StepOutput):
+    """A step's logits, and the rectangles that attention used."""
 
-    logits: Tensor
     groups: tuple[PaddedRows, ...]
-
-    @property
-    def padding_ratio(self) -> float:
-        """Share of attention's query-key pairs that were padding, 0–1."""
-        padded = sum(group.padded_cells for group in self.groups)
-        return 1 - sum(group.real_cells for group in self.groups) / padded
 
 
 class TorchBackend:
@@ -57,6 +50,7 @@ class TorchBackend:
     """
 
     name = "torch"
+    exact = False
 
     def __init__(self, model: LanguageModel) -> None:
         self._model = model
@@ -66,7 +60,7 @@ class TorchBackend:
         self._rope = rope and rope_tables(rope, model.config.head_dim, model.window, model.device)
 
     @torch.inference_mode()
-    def forward(self, batch: StepBatch, kv: KVStore) -> StepOutput:
+    def forward(self, batch: StepBatch, kv: KVStore) -> PaddedOutput:
         """One pass over all layers; each token attends to its own row up to itself."""
         config, weights = self._config, self._model.weights
         ids, rows, positions = self._pack(batch)
@@ -91,7 +85,12 @@ class TorchBackend:
             hidden = hidden + feed_forward(config, layer, normed)
         last = hidden[self._wanted(batch)]
         last = normalise(config, last, weights.final_norm, weights.final_norm_bias)
-        return StepOutput(linear(last, weights.head).float().cpu(), groups)
+        return PaddedOutput(
+            linear(last, weights.head).float().cpu(),
+            real_cells=sum(group.real_cells for group in groups),
+            padded_cells=sum(group.padded_cells for group in groups),
+            groups=groups,
+        )
 
     def _pack(self, batch: StepBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Token ids, row and position of each packed token, int64 `[tokens]` each."""

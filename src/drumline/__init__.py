@@ -1,11 +1,14 @@
 """Batched multi-request generation for small language models on machines of your own.
 
 The names are looked up at their first use: the command line must set OpenMP's spin before torch is imported, and a
-host that only catches our errors need not wait for torch.
+host that only catches our errors need not wait for torch. Import drumline before torch: the two then share one thread
+pool with our kernels (`model/openmp.py`).
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+from drumline.model.openmp import share_pool
 
 if TYPE_CHECKING:
     from drumline.model.errors import (
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
     from drumline.scheduler.config import VERSION as __version__  # noqa: N811
     from drumline.scheduler.request import Choice, Chunk, Message, Request, Result
     from drumline.scheduler.scheduler import Scheduler
+
+share_pool()
 
 _HOMES = {
     "drumline.model.errors": (

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from drumline.cache_pool.pool import CachePool, RowSnapshot
+from drumline.cache_pool.store import make_kv
 from drumline.model.random_state import RandomState
 from tests.tiny import tiny_model
 
@@ -15,7 +16,8 @@ REASONS = ("eos", "stop", "budget", "window", "cancelled", "deadline", "error")
 
 
 def make_pool(rows: int = 3) -> CachePool:
-    return CachePool(tiny_model(window=WINDOW), rows)
+    model = tiny_model(window=WINDOW)
+    return CachePool(model, rows, make_kv("torch", model, rows))
 
 
 def fill(pool: CachePool, row: int, start: int, end: int, number: float = 1.0) -> None:

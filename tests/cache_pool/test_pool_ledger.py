@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from drumline.cache_pool.ledger import available_bytes, check_fits
-from drumline.cache_pool.pool import CachePool
+from drumline.cache_pool.store import make_kv
 from drumline.model.errors import InvalidRequest
 from drumline.model.ledger import Ledger
 from tests.tiny import tiny_model
@@ -35,7 +35,8 @@ def test_what_does_not_fit_names_the_figures_and_the_way_out():
     check_fits(replace(ledger, rows=max(1, most // 2)), CPU)
 
 
-def test_pool_asks_before_it_allocates():
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_a_store_asks_before_it_allocates(backend: str):
     model = replace(tiny_model(), window=10**12)
     with pytest.raises(InvalidRequest, match=r"rows: 4 rows of 1000000000000 tokens take 1024000\.00 GB"):
-        CachePool(model, rows=4)
+        make_kv(backend, model, rows=4)

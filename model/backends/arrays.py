@@ -1,0 +1,121 @@
+"""A quantised model as the arrays that the CPU kernels take, padded to whole vectors, and a step's buffers."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from drumline.model.config import ModelConfig
+from drumline.model.kernels.attention_tiles import QUERIES
+from drumline.model.kernels.layers import Buffers, Floats, Shape, Vectors
+from drumline.model.kernels.quantise import GELU, GELU_TANH, SILU
+from drumline.model.kernels.store import padded
+from drumline.model.language_model import LanguageModel
+from drumline.model.layers import rope_tables
+from drumline.model.weights import LinearWeight, QuantisedWeight, Weights
+
+_ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH, "gelu": GELU}
+
+
+def quantised(weight: LinearWeight) -> QuantisedWeight:
+    """The weight, which an int8 model has quantised."""
+    if not isinstance(weight, QuantisedWeight):
+        raise TypeError("the CPU kernels multiply int8 weights only")
+    return weight
+
+
+def slot(weights: Weights, name: str) -> list[QuantisedWeight]:
+    """One linear slot of every layer."""
+    return [quantised(getattr(layer, name)) for layer in weights.layers]
+
+
+def describe(config: ModelConfig, weights: Weights) -> Shape:
+    """The numbers of a description that kernels branch on."""
+    first = weights.layers[0]
+    return Shape(
+        layers=config.layers,
+        width=config.width,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        ffn_width=config.ffn_width,
+        eps=np.float32(config.norm_eps),
+        centred=config.norm == "layer",
+        gated=config.gated,
+        activation=_ACTIVATIONS[config.activation],
+        rotary=config.rope is not None,
+        head_normed=config.qk_norm,
+        query_scale=np.float32(math.log2(math.e) / math.sqrt(config.head_dim)),
+        qkv_rotation=quantised(first.qkv).rotation,
+        output_rotation=quantised(first.output).rotation,
+        up_rotation=quantised(first.up).rotation,
+        down_rotation=quantised(first.down).rotation,
+    )
+
+
+def layer_vectors(model: LanguageModel) -> Vectors:
+    """Norms, biases and RoPE tables of all layers."""
+    config, layers = model.config, model.weights.layers
+
+    def lines(name: str, length: int, absent: float = 0.0) -> Floats:
+        return stacked([getattr(layer, name) for layer in layers], length, absent)
+
+    rope = config.rope and rope_tables(config.rope, config.head_dim, model.window, torch.device("cpu"))
+    cosine, sine = (table.numpy() for table in rope) if rope else (np.zeros((1, 1), np.float32),) * 2
+    up_width = config.ffn_width * (2 if config.gated else 1)
+    return Vectors(
+        attention_norm=lines("attention_norm", config.width),
+        attention_norm_bias=lines("attention_norm_bias", config.width),
+        qkv_bias=lines("qkv_bias", config.query_width + 2 * config.kv_width + 16),  # vectors may read beyond the end
+        query_norm=lines("query_norm", config.head_dim, 1.0),
+        key_norm=lines("key_norm", config.head_dim, 1.0),
+        output_bias=lines("output_bias", config.width),
+        mlp_norm=lines("mlp_norm", config.width),
+        mlp_norm_bias=lines("mlp_norm_bias", config.width),
+        up_bias=lines("up_bias", up_width + 16),
+        down_bias=lines("down_bias", config.width),
+        down_multiplier=stacked([quantised(layer.down).multiplier for layer in layers], config.ffn_width, 1.0),
+        cosine=np.ascontiguousarray(cosine, np.float32),
+        sine=np.ascontiguousarray(sine, np.float32),
+    )
+
+
+def stacked(tensors: Sequence[Tensor | None], length: int, absent: float = 0.0) -> Floats:
+    """Float32 `[tensors, padded length]`, zeros behind each; `absent` where there is no tensor."""
+    lines = np.zeros((len(tensors), padded(length)), np.float32)
+    for line, tensor in zip(lines, tensors, strict=True):
+        if tensor is None:
+            line[:length] = absent
+        else:
+            line[: len(tensor)] = tensor.numpy()
+    return lines
+
+
+def make_buffers(config: ModelConfig, window: int, tokens: int, threads: int, code_type: Any, kv_type: Any) -> Buffers:
+    """Room for a step of `tokens` tokens on `threads` threads."""
+    width, ffn, queries = padded(config.width), padded(config.ffn_width), padded(config.query_width)
+    up = padded(config.ffn_width * (2 if config.gated else 1))
+    group, head = config.group, padded(config.head_dim)
+
+    def floats(*shape: int) -> Floats:
+        return np.zeros(shape, np.float32)
+
+    return Buffers(
+        hidden=floats(tokens, width),
+        codes=np.zeros((tokens, width), code_type),
+        mixed_codes=np.zeros((tokens, queries), code_type),
+        ffn_codes=np.zeros((tokens, ffn), code_type),
+        scales=floats(tokens),
+        # One line more than tokens: a head's, or a gate's, last vector may read beyond it.
+        qkv=floats(tokens + 1, padded(config.query_width + 2 * config.kv_width)),
+        queries=floats(config.kv_heads, tokens, group, head),
+        mixed=floats(config.kv_heads, tokens, group, head),
+        update=floats(tokens, width),
+        up=floats(tokens + 1, up),
+        scratch=floats(threads, max(width, ffn, queries, head)),
+        staging=np.zeros((threads, head), kv_type),
+        scores=floats(threads, QUERIES, padded(window) + 16),
+    )
