@@ -7,9 +7,9 @@ as 1, 2, 3") with key (seed, choice) and counter (index, 0, 0, 0).
 from dataclasses import dataclass, replace
 
 _WORD = 2**64 - 1
-_MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
-_WEYL = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
-_ROUNDS = 10
+MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
+WEYL = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
+ROUNDS = 10
 
 DRAW_BITS = 53
 """Random bits in one draw."""
@@ -19,10 +19,10 @@ def philox(key: tuple[int, int], counter: tuple[int, int, int, int]) -> tuple[in
     """Philox4x64-10: four 64-bit words for a 128-bit key and a 256-bit counter."""
     k0, k1 = key
     a, b, c, d = counter
-    for _ in range(_ROUNDS):
-        low, high = _MULTIPLIERS[0] * a, _MULTIPLIERS[1] * c
+    for _ in range(ROUNDS):
+        low, high = MULTIPLIERS[0] * a, MULTIPLIERS[1] * c
         a, b, c, d = (high >> 64) ^ b ^ k0, high & _WORD, (low >> 64) ^ d ^ k1, low & _WORD
-        k0, k1 = (k0 + _WEYL[0]) & _WORD, (k1 + _WEYL[1]) & _WORD
+        k0, k1 = (k0 + WEYL[0]) & _WORD, (k1 + WEYL[1]) & _WORD
     return a, b, c, d
 
 

@@ -1,27 +1,85 @@
-"""Choosing a row's next token: the order of operations is a contract, and so is every tie.
+"""Choosing the next token of a step's rows: the order of operations is a contract, and so is every tie.
 
-Everything works on one row and is written in float64 numpy; probabilities become whole numbers before they are summed,
-so that no sum depends on the order in which it is taken.
+Penalties, biases and masks are worked out in numpy, for the few ids that they touch; the choice itself is a kernel's,
+in the whole-number weights of `distribution.py`. A row's choice depends on nothing but that row.
 """
 
 import math
-import traceback
-from collections.abc import Callable, Sequence
-from fractions import Fraction
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
+import numba
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
+from drumline.model.distribution import WEIGHT_BITS, least_weight
 from drumline.model.errors import EngineFailed
-from drumline.model.random_state import DRAW_BITS, RandomState
+from drumline.model.kernels.compile import LOCK, use_threads
+from drumline.model.kernels.sampling import NOT_FINITE, OK, ROW, finish_rows
+from drumline.model.kernels.selection import SHORT, make_scratch
+from drumline.model.penalties import Processor, Row, forbidden, masked, penalised, penalties, processed
+from drumline.model.random_state import RandomState
 from drumline.model.sampling_params import SamplingParams
 
-Row = NDArray[np.floating]
-Processor = Callable[[Sequence[int], Row], Row]
-"""`(prompt and generated ids, logits [vocab] float64) -> logits [vocab]`."""
+_scratch = lru_cache(maxsize=4)(make_scratch)
+_NO_IDS, _NO_VALUES = np.empty(0, np.int64), np.empty(0, np.float64)
+_OUTCOME = ["status", "chosen", "logprobs", "logprob"]
+_NOT_FINITE = "the model's logits are not finite"
 
-WEIGHT_BITS = 37
-"""The likeliest token weighs 2^37: sums over any vocabulary stay exact in int64."""
+
+@dataclass(frozen=True, slots=True)
+class RowChoice:
+    """What one row's choice depends on besides its logits.
+
+    `ids` are the prompt's and generated ids so far, the first `prompt_length` of them the prompt's; `blocked` are
+    masked besides the request's own bans (EOS and stop ids before min_tokens); `logprobs` is how many of the likeliest
+    log-probabilities are wanted beside the chosen token's, None for none at all.
+    """
+
+    params: SamplingParams
+    ids: Sequence[int]
+    prompt_length: int
+    random: RandomState
+    blocked: Sequence[int] = ()
+    processors: Sequence[Processor] = ()
+    logprobs: int | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether its scores are its logits."""
+        params = self.params
+        return not (
+            self.blocked or self.processors or params.banned_ids or params.logit_bias or params.allowed_ids is not None
+            or params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A row's token; where they were wanted, its log-probability and the likeliest (id, log-probability) pairs."""
+
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def choose_rows(logits: Row, rows: Sequence[RowChoice]) -> list[Choice | Exception]:
+    """The next token of each row, whose raw logits are float32 `[rows, vocab]`.
+
+    A row's own failure is its own outcome: `EngineFailed` when its logits are not finite, a processor fails, or every
+    token is masked; any other exception that its data raise.
+    """
+    work = _Work(logits)
+    outcomes: list[Choice | Exception | None] = [None] * len(rows)
+    for place, row in enumerate(rows):
+        try:
+            work.add(place, row)
+        except Exception as error:
+            outcomes[place] = error
+    chosen = iter(work.finish())
+    return [next(chosen) if outcome is None else outcome for outcome in outcomes]
 
 
 def choose(
@@ -33,116 +91,121 @@ def choose(
     blocked: Sequence[int] = (),
     processors: Sequence[Processor] = (),
 ) -> int:
-    """The next token of a row whose raw logits are `[vocab]`.
-
-    `ids` are the prompt's and generated ids so far, the first `prompt_length` of them the prompt's; `blocked` are
-    masked besides the request's own bans (EOS and stop ids before min_tokens). Raises `EngineFailed` when the logits
-    are not finite, a processor fails, or every token is masked.
-    """
-    if not np.isfinite(logits).all():
-        raise EngineFailed("the model's logits are not finite")
-    with np.errstate(over="ignore", invalid="ignore"):  # told below, as an error of this row
-        scores = penalised(logits, params, ids, prompt_length)
-    if not np.isfinite(scores).all():
-        raise EngineFailed("penalties or biases took a logit beyond the range of numbers")
-    scores = _masked(_processed(scores, ids, processors), params, blocked)
-    best = int(np.argmax(scores))  # the smallest id on ties
-    if scores[best] == -np.inf:
-        raise EngineFailed("every token is masked")
-    if params.greedy:
-        return best
-    kept, weights = distribution(scores, params)
-    return draw(kept, weights, random)
-
-
-def penalised(logits: Row, params: SamplingParams, ids: Sequence[int], prompt_length: int) -> Row:
-    """Repetition, presence and frequency penalties and logit_bias, in this order; `logits` is left unchanged."""
-    scores = logits.astype(np.float64)
-    if params.repetition_penalty != 1.0:
-        seen = np.setdiff1d(np.asarray(ids, dtype=np.int64), np.asarray(params.exempt_ids, dtype=np.int64))
-        values = scores[seen]
-        scores[seen] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-    if params.presence_penalty or params.frequency_penalty:
-        generated, counts = np.unique(np.asarray(ids[prompt_length:], dtype=np.int64), return_counts=True)
-        scores[generated] -= params.presence_penalty + params.frequency_penalty * counts
-    for token_id, bias in params.logit_bias.items():
-        scores[token_id] += bias
-    return scores
-
-
-def distribution(scores: Row, params: SamplingParams) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Kept ids in ascending order and their whole-number weights, after temperature, top-k, min_p and top-p.
-
-    A weight is rint(2^37 · exp((score − max) / temperature)); ids whose weight rounds to zero are not kept.
-    """
-    kept = np.flatnonzero(scores > -np.inf)
-    if 0 < params.top_k < len(kept):
-        kept = np.sort(kept[_top_ids(scores[kept], params.top_k)])
-    with np.errstate(over="ignore"):  # far below the maximum, −inf is as good as any number
-        scaled = (scores[kept] - scores[kept].max()) / params.temperature
-    weights = np.rint(np.exp(scaled) * 2.0**WEIGHT_BITS).astype(np.int64)
-    stay = weights >= max(1, math.ceil(Fraction(params.min_p) * int(weights.max())))
-    kept, weights = kept[stay], weights[stay]
-    if params.top_p < 1.0:
-        stay = _within_mass(scores[kept], weights, params.top_p)
-        kept, weights = kept[stay], weights[stay]
-    return kept, weights
-
-
-def _within_mass(scores: Row, weights: NDArray[np.int64], top_p: float) -> NDArray[np.int64]:
-    """Indices, ascending, of those before which at most `top_p` of the whole mass lies, the best first."""
-    order = np.argsort(-scores, kind="stable")  # the smaller id first on ties
-    before = np.cumsum(weights[order]) - weights[order]
-    return np.sort(order[before <= int(Fraction(top_p) * int(weights.sum()))])
-
-
-def draw(kept: NDArray[np.int64], weights: NDArray[np.int64], random: RandomState) -> int:
-    """The first id, in ascending order, whose running sum of weights exceeds u · total."""
-    sums = np.cumsum(weights)
-    threshold = (random.draw() * int(sums[-1])) >> DRAW_BITS  # a whole sum exceeds x where it exceeds floor(x)
-    return int(kept[np.searchsorted(sums, threshold, side="right")])
+    """`choose_rows` for one row `[vocab]`; its failure is raised."""
+    (outcome,) = choose_rows(logits[None], [RowChoice(params, ids, prompt_length, random, blocked, processors)])
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome.token_id
 
 
 def log_probabilities(logits: Row, chosen: int, top: int) -> tuple[float, tuple[tuple[int, float], ...]]:
-    """log_softmax of the raw logits, rounded to float32: the chosen id's, and the `top` likeliest (id, value) pairs."""
-    wide = logits.astype(np.float64)
-    highest = wide.max()
-    values = wide - highest - np.log(np.exp(wide - highest).sum())
-    values = np.maximum(values, np.finfo(np.float32).min).astype(np.float32)  # −inf is no number in JSON
-    likeliest = _top_ids(wide, top)
-    return float(values[chosen]), tuple((int(i), float(values[i])) for i in likeliest)
+    """log_softmax of a row's raw logits `[vocab]`, rounded to float32: the chosen id's, and the `top` likeliest
+    (id, value) pairs, the smaller id first on ties. Raises `EngineFailed` when the logits are not finite."""
+    if not 0 <= chosen < len(logits):
+        raise IndexError(f"id {chosen} in a vocabulary of {len(logits)}")
+    work = _Work(logits[None])
+    work.add(0, RowChoice(SamplingParams(), (), 0, RandomState(0), logprobs=top), chosen)
+    (outcome,) = work.finish()
+    if isinstance(outcome, Exception):
+        raise outcome
+    assert outcome.logprob is not None
+    return outcome.logprob, outcome.top
 
 
-def _top_ids(scores: Row, count: int) -> NDArray[np.int64]:
-    """Indices of the `count` highest scores, best first, the smaller index first on ties."""
-    if count <= 0 or count >= len(scores):
-        return np.argsort(-scores, kind="stable")[: max(count, 0)]
-    threshold = np.partition(scores, len(scores) - count)[len(scores) - count]
-    above = np.flatnonzero(scores > threshold)
-    ties = np.flatnonzero(scores == threshold)[: count - len(above)]
-    candidates = np.union1d(above, ties)
-    return candidates[np.argsort(-scores[candidates], kind="stable")]
+@lru_cache(maxsize=256)
+def _limits(min_p: float, top_p: float) -> tuple[int, int, float, float]:
+    """`top_p`, `top_p_shift`, `least` and `farthest` of `ROW`."""
+    least = least_weight(min_p)
+    numerator, denominator = top_p.as_integer_ratio()
+    shift = denominator.bit_length() - 1
+    if shift > 127:  # of any mass it is less than one
+        numerator, shift = 0, 1
+    return numerator, shift, least, math.log(least - 0.5) - WEIGHT_BITS * math.log(2) - 1e-6  # rather too far
 
 
-def _processed(scores: Row, ids: Sequence[int], processors: Sequence[Processor]) -> Row:
-    """The scores after a request's own processors, in an array of our own: masks must not reach into theirs."""
-    for processor in processors:
+class _Work:
+    """The kernel's arguments, collected row by row."""
+
+    def __init__(self, logits: Row) -> None:
+        logits, self._vocab = np.asarray(logits, dtype=np.float32), logits.shape[1]
+        down, across = logits.strides
+        if len(logits) > 1 and across == logits.itemsize and down >= logits[0].nbytes and down % across == 0:
+            logits = as_strided(logits, (len(logits), down // across))  # a backend's padding, which is never read
+        self._logits = np.ascontiguousarray(logits)
+        self._rows: list[tuple[float, ...]] = []
+        self._ids: list[NDArray[np.int64]] = []
+        self._values: list[NDArray[np.float64]] = []
+        self._changes = 0
+        self._replaced: list[Row] = []
+        self._top = 0
+
+    def add(self, place: int, row: RowChoice, chosen: int = -1) -> None:
+        """Take in the row whose logits lie at `place`; where its token is `chosen` already, for log-probabilities."""
+        params, random, start, replaced = row.params, row.random, self._changes, -1
+        if not row.plain:
+            replaced = self._change(self._logits[place, : self._vocab], row)
+        logprobs = -1 if row.logprobs is None else row.logprobs
+        self._top = max(self._top, logprobs)
+        top_k = params.top_k if params.top_k < self._vocab else 0
+        self._rows.append(
+            (
+                *(place, params.greedy, params.temperature, top_k, *_limits(params.min_p, params.top_p)),
+                *(random.seed, random.choice, random.index, start, self._changes, replaced),
+                *(logprobs, OK, chosen, 0.0),
+            )
+        )
+
+    def _change(self, logits: NDArray[np.float32], row: RowChoice) -> int:
+        """Note the scores that differ from the logits, or replace all of them; return which full row, −1 for none."""
+        params, full = row.params, bool(row.processors) or row.params.allowed_ids is not None
+        if full and not np.isfinite(logits).all():
+            raise EngineFailed(_NOT_FINITE)
         try:
-            changed = np.array(processor(tuple(ids), scores), dtype=np.float64)
-        except BaseException as error:  # whatever it raises, SystemExit too, is the row's trouble alone
-            reason = "".join(traceback.format_exception_only(error)).strip()
-            raise EngineFailed(f"a logits processor failed: {reason}") from error
-        if changed.shape != scores.shape or np.isnan(changed).any() or np.isposinf(changed).any():
-            raise EngineFailed(f"a logits processor must return {scores.shape} numbers below infinity")
-        scores = changed
-    return scores
+            if full:
+                scores = penalised(logits, params, row.ids, row.prompt_length)
+                self._replaced.append(masked(processed(scores, row.ids, row.processors), params, row.blocked))
+                return len(self._replaced) - 1
+            ids, values = penalties(logits, params, row.ids, row.prompt_length)
+        except EngineFailed:
+            if not np.isfinite(logits).all():
+                raise EngineFailed(_NOT_FINITE) from None
+            raise
+        banned = forbidden(params, row.blocked)
+        ids = np.concatenate((ids, banned))  # after the penalties: of two values for an id the later counts
+        if len(ids) and not 0 <= ids.min() <= ids.max() < len(logits):
+            raise IndexError(f"ids {ids.min()} … {ids.max()} in a vocabulary of {len(logits)}")
+        self._ids.append(ids)
+        self._values += [values, np.full(len(banned), -np.inf)]
+        self._changes += len(ids)
+        return -1
 
-
-def _masked(scores: Row, params: SamplingParams, blocked: Sequence[int]) -> Row:
-    if params.allowed_ids is not None:
-        allowed = np.asarray(params.allowed_ids, dtype=np.int64)
-        masked = np.full_like(scores, -np.inf)
-        masked[allowed] = scores[allowed]
-        scores = masked
-    scores[np.asarray((*params.banned_ids, *blocked), dtype=np.int64)] = -np.inf
-    return scores
+    def finish(self) -> list[Choice | Exception]:
+        """Run the kernel; the outcomes in the order in which the rows came."""
+        if not self._rows:
+            return []
+        rows, vocab = np.array(self._rows, dtype=ROW), self._vocab
+        top_ids, top_values = np.empty((len(rows), self._top), np.int64), np.empty((len(rows), self._top), np.float32)
+        arguments = (
+            self._logits,
+            vocab,
+            rows,
+            np.concatenate(self._ids) if self._ids else _NO_IDS,
+            np.concatenate(self._values) if self._values else _NO_VALUES,
+            np.stack(self._replaced) if self._replaced else _NO_VALUES.reshape(0, vocab),
+            top_ids,
+            top_values,
+        )
+        with LOCK:
+            threads = max(1, min(use_threads(), len(rows)))
+            numba.set_num_threads(threads)  # a lone row wakes nobody
+            finish_rows(threads, *arguments, _scratch(threads, vocab, max(SHORT, self._top)))
+        outcomes: list[Choice | Exception] = []
+        for i, (status, chosen, wanted, logprob) in enumerate(rows[_OUTCOME].tolist()):
+            if status != OK:
+                outcomes.append(EngineFailed(_NOT_FINITE if status == NOT_FINITE else "every token is masked"))
+            elif wanted < 0:
+                outcomes.append(Choice(chosen))
+            else:
+                likeliest = top_ids[i, : min(wanted, vocab)].tolist(), top_values[i].tolist()
+                outcomes.append(Choice(chosen, logprob, tuple(zip(*likeliest, strict=False))))
+        return outcomes

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -11,7 +12,7 @@ from drumline.cache_pool.pool import CachePool
 from drumline.model.backends import Backend
 from drumline.model.batch import Segment, StepBatch
 from drumline.model.errors import EngineFailed
-from drumline.model.sampling import Row, choose, log_probabilities
+from drumline.model.sampling import Choice, RowChoice, choose_rows
 from drumline.scheduler.plan import Portion
 from drumline.scheduler.request import TokenLogprob
 from drumline.scheduler.sequence import Sequence
@@ -41,7 +42,7 @@ class StepReport:
     forward_s: float
     sample_s: float
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Tokens fed."""
         return sum(outcome.segment.length for outcome in self.outcomes)
@@ -51,7 +52,7 @@ class StepReport:
         """Tokens of prompts, and of windows and rows that are computed again."""
         return self.tokens - self.decoded
 
-    @property
+    @cached_property
     def generated_tokens(self) -> int:
         """Tokens chosen."""
         return sum(outcome.token_id is not None for outcome in self.outcomes)
@@ -72,47 +73,53 @@ class StepRunner:
     @torch.inference_mode()
     def run(self, plan: list[Portion], sequences: Mapping[int, Sequence]) -> StepReport:
         """Compute the plan's portions and choose a token for each row that reached its newest id."""
-        started = time.perf_counter()
         self._pool.kv.wipe_retired()
         segments = tuple(self._pool.segment(portion.row, portion.length) for portion in plan)
+        started = time.perf_counter()
         output = self._backend.forward(StepBatch(segments), self._pool.kv)
         forwarded = time.perf_counter()
-        logits = iter(output.logits.numpy())
+        chosen = iter(self._choose(output.logits, [segment for segment in segments if segment.wants_logits], sequences))
         outcomes = [
-            self._choose(segment, sequences[segment.row], next(logits)) if segment.wants_logits else RowOutcome(segment)
-            for segment in segments
+            _outcome(segment, next(chosen)) if segment.wants_logits else RowOutcome(segment) for segment in segments
         ]
         return StepReport(
             outcomes,
             decoded=sum(not sequences[segment.row].prefilling for segment in segments),
-            padded_cells=sum(group.padded_cells for group in output.groups),
-            real_cells=sum(group.real_cells for group in output.groups),
+            padded_cells=output.padded_cells,
+            real_cells=output.real_cells,
             forward_s=forwarded - started,
             sample_s=time.perf_counter() - forwarded,
         )
 
-    def _choose(self, segment: Segment, sequence: Sequence, logits: Row) -> RowOutcome:
-        """A row's own trouble ends in its outcome, never in the step."""
-        try:
-            return self._chosen(segment, sequence, logits)
-        except EngineFailed as error:
-            return RowOutcome(segment, error=str(error))
-        except Exception as error:
-            _log.exception("choosing a token failed")
-            return RowOutcome(segment, error=f"choosing a token failed: {type(error).__name__}")
+    def _choose(
+        self, logits: torch.Tensor, segments: list[Segment], sequences: Mapping[int, Sequence]
+    ) -> list[Choice | Exception]:
+        """A token for each of the segments, whose logits are `[segments, vocab]`."""
+        rows = []
+        for segment in segments:
+            sequence = sequences[segment.row]
+            request = sequence.request
+            rows.append(
+                RowChoice(
+                    request.sampling,
+                    self._pool.ids(segment.row),
+                    sequence.prompt_length,
+                    self._pool.random(segment.row),
+                    sequence.rules.blocked(len(sequence.token_ids)),
+                    request.processors,
+                    request.logprobs,
+                )
+            )
+        return choose_rows(logits.numpy(), rows) if rows else []
 
-    def _chosen(self, segment: Segment, sequence: Sequence, logits: Row) -> RowOutcome:
-        request = sequence.request
-        token_id = choose(
-            logits,
-            request.sampling,
-            self._pool.ids(segment.row),
-            sequence.prompt_length,
-            self._pool.random(segment.row),
-            sequence.rules.blocked(len(sequence.token_ids)),
-            request.processors,
-        )
-        if request.logprobs is None:
-            return RowOutcome(segment, token_id)
-        logprob, top = log_probabilities(logits, token_id, request.logprobs)
-        return RowOutcome(segment, token_id, TokenLogprob(token_id, logprob, top))
+
+def _outcome(segment: Segment, chosen: Choice | Exception) -> RowOutcome:
+    """A row's own trouble ends in its outcome, never in the step."""
+    if isinstance(chosen, EngineFailed):
+        return RowOutcome(segment, error=str(chosen))
+    if isinstance(chosen, Exception):
+        _log.error("choosing a token failed", exc_info=chosen)
+        return RowOutcome(segment, error=f"choosing a token failed: {type(chosen).__name__}")
+    if chosen.logprob is None:
+        return RowOutcome(segment, chosen.token_id)
+    return RowOutcome(segment, chosen.token_id, TokenLogprob(chosen.token_id, chosen.logprob, chosen.top))

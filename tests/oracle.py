@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
+from drumline.model.distribution import distribution
 from drumline.model.language_model import LanguageModel
+from drumline.model.penalties import penalised
 from drumline.model.random_state import DRAW_BITS, RandomState
 from drumline.model.reference import uncached_steps
-from drumline.model.sampling import choose, distribution, penalised
+from drumline.model.sampling import choose
 from drumline.model.sampling_params import SamplingParams
 from drumline.scheduler.request import TokenLogprob
 

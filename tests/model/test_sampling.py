@@ -5,9 +5,11 @@ import numpy as np
 import pytest
 import torch
 
+from drumline.model.distribution import WEIGHT_BITS, distribution, draw
 from drumline.model.errors import EngineFailed, InvalidRequest
+from drumline.model.penalties import penalised
 from drumline.model.random_state import RandomState
-from drumline.model.sampling import WEIGHT_BITS, choose, distribution, draw, log_probabilities, penalised
+from drumline.model.sampling import choose, log_probabilities
 from drumline.model.sampling_params import SamplingParams
 
 FIVE_THREE_TWO = np.log([0.5, 0.3, 0.2])

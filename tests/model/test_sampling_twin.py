@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drumline.model.distribution import distribution, draw, exponential
 from drumline.model.errors import EngineFailed
 from drumline.model.random_state import DRAW_BITS, RandomState
-from drumline.model.sampling import choose, distribution, draw
+from drumline.model.sampling import choose
 from drumline.model.sampling_params import SamplingParams
 
 
@@ -19,7 +20,7 @@ def twin_distribution(scores: np.ndarray, params: SamplingParams) -> dict[int, i
     ids = [i for i, score in enumerate(scores) if score > -math.inf]
     highest = max(scores[i] for i in ids)
     scaled = {i: (scores[i] - highest) / params.temperature for i in ids}
-    exponentials = dict(zip(ids, np.exp([scaled[i] for i in ids]).tolist(), strict=True))
+    exponentials = dict(zip(ids, exponential(np.array([scaled[i] for i in ids])).tolist(), strict=True))
     weight = {i: int(np.rint(exponentials[i] * 2**37)) for i in ids}
     order = sorted(ids, key=lambda i: (-scores[i], i))
     if params.top_k:
