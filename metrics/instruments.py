@@ -7,6 +7,7 @@ values from the fixed sets below, and any other value is a `ValueError`: a typo 
 import asyncio
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Literal, TypeVar, get_args
 from weakref import WeakKeyDictionary
@@ -79,10 +80,19 @@ INFOS: dict[str, str] = {
     "model": "The model that is served.",
 }
 
+
+class _Histogram(Histogram):
+    """A histogram that takes one value many times at the price of once."""
+
+    def observe_times(self, amount: float, times: int) -> None:
+        self._sum.inc(amount * times)
+        self._buckets[bisect_left(self._upper_bounds, amount)].inc(times)
+
+
 _K = TypeVar("_K")
 _V = TypeVar("_V")
-_Family = Gauge | Counter | Histogram | Info
-_F = TypeVar("_F", Gauge, Counter, Histogram, Info)
+_Family = Gauge | Counter | _Histogram | Info
+_F = TypeVar("_F", Gauge, Counter, _Histogram, Info)
 
 
 class _Families(Collector):
@@ -103,7 +113,7 @@ class _Families(Collector):
             for name, (text, labels) in COUNTERS.items()
         }
         self.histograms = {
-            name: Histogram(f"drumline_{name}", text, ("scheduler", *labels), buckets=buckets, registry=None)
+            name: _Histogram(f"drumline_{name}", text, ("scheduler", *labels), buckets=buckets, registry=None)
             for name, (text, labels, buckets) in HISTOGRAMS.items()
         }
         self.infos = {
@@ -206,7 +216,7 @@ class Instruments:
         self._first_token = child(histograms["time_to_first_token_seconds"])
         self._inter_token = child(histograms["inter_token_seconds"])
         self._request_seconds = child(histograms["request_seconds"])
-        self._step_seconds: dict[str, Histogram] = {
+        self._step_seconds: dict[str, _Histogram] = {
             value: child(histograms["step_seconds"], value) for value in get_args(Phase)
         }
         self._step_rows = child(histograms["step_rows"])
@@ -267,9 +277,9 @@ class Instruments:
         self._step_tokens.observe(tokens)
         self._padding.observe(padding_ratio)
 
-    def token_gap(self, seconds: float) -> None:
-        """Time between two tokens of one row, as its reader sees it."""
-        self._inter_token.observe(seconds)
+    def token_gaps(self, seconds: float, times: int) -> None:
+        """Time between two tokens of one row, as its reader sees it, for `times` rows that stepped together."""
+        self._inter_token.observe_times(seconds, times)
 
     def prompt_computed(self, tokens: int) -> None:
         """The model evaluated this many prompt tokens (those of a window recompute count too)."""

@@ -20,6 +20,7 @@ class SchedulerConfig(Validated):
     queue_requests: int = Field(ge=1)
     queue_tokens: int = Field(ge=1)
     """Prompt tokens and token budgets of all queued requests together."""
-    backend: str
+    backend: str | None
+    """None: the exact backend where the model has one, else torch's."""
     require_exact: bool
     name: str = Field(min_length=1, max_length=64)

@@ -41,6 +41,8 @@ class ChunkStream:
 
 
 def _joined(chunks: list[Chunk]) -> Chunk:
+    if len(chunks) == 1:
+        return chunks[0]
     logprobs = [chunk.logprobs for chunk in chunks if chunk.logprobs is not None]
     return replace(
         chunks[0],

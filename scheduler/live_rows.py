@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Several
 
@@ -11,6 +12,7 @@ from drumline.model.batch import StepRecord
 from drumline.model.stop_reason import StopReason
 from drumline.scheduler.plan import Backlog
 from drumline.scheduler.queue import RequestQueue
+from drumline.scheduler.request import TokenLogprob
 from drumline.scheduler.sequence import Sequence
 from drumline.scheduler.step import RowOutcome
 
@@ -70,6 +72,7 @@ class LiveRows:
     def commit(self, outcomes: Several[RowOutcome]) -> None:
         """Count what a step computed, apply the stop rules row by row, and send the new text."""
         now = self._clock()
+        gaps: Counter[float] = Counter()  # rows that decode together share theirs
         for outcome in outcomes:
             segment = outcome.segment
             sequence = self.by_row[segment.row]
@@ -79,7 +82,12 @@ class LiveRows:
             if outcome.error is not None:
                 self.retire(segment.row, "error", outcome.error)
             elif outcome.token_id is not None:
-                self._accept(segment.row, sequence, outcome.token_id, outcome, now)
+                gap_s = sequence.timed(now)
+                if gap_s is not None:
+                    gaps[gap_s] += 1
+                self._accept(segment.row, sequence, outcome.token_id, outcome.logprob)
+        for gap_s, rows in gaps.items():
+            self._instruments.token_gaps(gap_s, rows)
 
     def retire(self, row: int, reason: StopReason, error: str | None = None) -> None:
         """End the sequence of a row and free the row."""
@@ -100,10 +108,9 @@ class LiveRows:
         for sequence in sequences:
             self._end(sequence, "error", error)
 
-    def _accept(self, row: int, sequence: Sequence, token_id: int, outcome: RowOutcome, now: float) -> None:
-        self._observe_token(sequence, now)
+    def _accept(self, row: int, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> None:
         try:
-            reason = sequence.accept(token_id, outcome.logprob)
+            reason = sequence.accept(token_id, logprob)
         except Exception as error:  # a tokenizer that fails on an id fails for this row alone
             _log.exception("a token could not be turned into text")
             self.retire(row, "error", f"token {token_id} could not be turned into text: {type(error).__name__}")
@@ -117,15 +124,6 @@ class LiveRows:
             sequence.prefilling = True
             self._instruments.window_recomputed()
         self._send(sequence)
-
-    def _observe_token(self, sequence: Sequence, now: float) -> None:
-        self._instruments.generated(1)
-        if sequence.job.first_token_at is None:
-            sequence.job.first_token_at = now
-        at_s = now - sequence.job.submitted_at
-        if sequence.token_times_s:
-            self._instruments.token_gap(at_s - sequence.token_times_s[-1])
-        sequence.token_times_s.append(at_s)
 
     def _preempt(self, rows: list[int]) -> None:
         """Rows whose job gives way: their state goes back to the head of the queue, the oldest foremost."""

@@ -7,7 +7,7 @@ from pydantic import Field, StringConstraints, model_validator
 
 from drumline.model.batch import StepRecord
 from drumline.model.errors import DeadlineExceeded, EngineFailed, InvalidRequest, JobCancelled
-from drumline.model.sampling import Processor
+from drumline.model.penalties import Processor
 from drumline.model.sampling_params import SamplingParams
 from drumline.model.stop_reason import StopReason
 from drumline.model.validated import Validated

@@ -14,6 +14,7 @@ from uuid import uuid4
 from prometheus_client import CollectorRegistry
 
 from drumline.cache_pool.pool import CachePool
+from drumline.cache_pool.store import make_kv
 from drumline.metrics.instruments import Instruments, RejectReason, watch_loop_lag
 from drumline.model.backends import make_backend
 from drumline.model.errors import DrumlineError, EngineFailed, InvalidRequest, QueueFull, SchedulerClosed
@@ -54,7 +55,7 @@ class Scheduler:
         step_tokens: int = 256,
         queue_requests: int = 1024,
         queue_tokens: int = 4_000_000,
-        backend: str = "torch",
+        backend: str | None = None,
         require_exact: bool = False,
         registry: CollectorRegistry | None = None,
         name: str = "main",
@@ -70,17 +71,21 @@ class Scheduler:
             name=name,
         )
         self.model = model
-        engine = make_backend(backend, model)
-        if require_exact and not model.exact:
-            raise InvalidRequest("require_exact", f"precision {model.precision} on {engine.name} is not exact")
+        self.backend = make_backend(backend, model)
+        if require_exact and not self.backend.exact:
+            raise InvalidRequest(
+                "require_exact", f"precision {model.precision} on the {self.backend.name} backend is not exact"
+            )
         self.registry = CollectorRegistry() if registry is None else registry
         self._clock = clock
-        self._pool = CachePool(model, rows)
+        self._pool = CachePool(model, rows, make_kv(self.backend.name, model, rows))
         self._queue: RequestQueue[Sequence] = RequestQueue(queue_requests, queue_tokens)
         self._admission = Admission(model, rows)
-        self._runner = StepRunner(engine, self._pool)
+        self._runner = StepRunner(self.backend, self._pool)
         self.instruments = _instruments(self.registry, name)
-        self.instruments.identify(version=VERSION, model=model.name, precision=model.precision, backend=engine.name)
+        self.instruments.identify(
+            version=VERSION, model=model.name, precision=model.precision, backend=self.backend.name
+        )
         self._rows = LiveRows(self._pool, self._queue, self.instruments, clock, self._sequence_ended)
         self._totals = StepTotals()
         self._jobs: dict[str, GenerationJob] = {}
@@ -294,6 +299,7 @@ class Scheduler:
     def _observe(self, report: StepReport, plan_s: float, commit_s: float, step_s: float) -> None:
         self._totals.add(report, step_s)
         self.instruments.prompt_computed(report.prompt_tokens)
+        self.instruments.generated(report.generated_tokens)
         self.instruments.step(
             len(report.outcomes),
             report.tokens,

@@ -34,6 +34,7 @@ class Sequence:
         self.prefilling = True
         """Whether the row's next passes are over a prompt, a window that slid, or a row that resumes."""
         self._marked_at = 0.0
+        self._last_token_at: float | None = None
         self._detokenizer = Detokenizer(tokenizer)
         self._stop_strings = StopStrings(self.request.stop, self.request.keep_stop)
         self._text: list[str] = []
@@ -64,6 +65,14 @@ class Sequence:
             self.decode_s += now - self._marked_at
         self._marked_at = now
         self.prefilling = self.prefilling and not reached_newest
+
+    def timed(self, now: float) -> float | None:
+        """A token was chosen now: seconds since the one before it, None for the first."""
+        if self.job.first_token_at is None:
+            self.job.first_token_at = now
+        self.token_times_s.append(now - self.job.submitted_at)
+        before, self._last_token_at = self._last_token_at, now
+        return None if before is None else now - before
 
     def accept(self, token_id: int, logprob: TokenLogprob | None) -> StopReason | None:
         """Take the token that this step chose; returns why the row ends with it, or None."""

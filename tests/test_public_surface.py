@@ -157,7 +157,7 @@ def test_scheduler_signature_and_verbs():
         "step_tokens": 256,
         "queue_requests": 1024,
         "queue_tokens": 4_000_000,
-        "backend": "torch",
+        "backend": None,
         "require_exact": False,
         "registry": None,
         "name": "main",

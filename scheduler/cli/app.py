@@ -2,7 +2,7 @@
 
 import typer
 
-from drumline.scheduler.cli import bench, demo, generate, ledger, serve, submit, verify
+from drumline.scheduler.cli import bench, demo, generate, ledger, profile, serve, submit, verify
 
 app = typer.Typer(
     name="drumline",
@@ -17,3 +17,4 @@ app.command("generate")(generate.generate)
 app.command("bench")(bench.bench)
 app.command("verify")(verify.verify)
 app.command("ledger")(ledger.ledger)
+app.command("profile")(profile.profile)

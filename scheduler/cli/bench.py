@@ -31,7 +31,7 @@ def bench(
     reuse: options.Reuse = "off",
     window: options.Window = None,
     precision: options.PrecisionName = "auto",
-    backend: options.BackendName = "torch",
+    backend: options.BackendName = "auto",
     threads: options.Threads = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -40,7 +40,7 @@ def bench(
     options.use_threads(threads)
     requests = with_sampling(read_workload(workload), sampling, seed)
     loaded = options.open_model(model, precision, window)
-    report = run_loop(measure(loaded, requests, rows, step_tokens, backend))
+    report = run_loop(measure(loaded, requests, rows, step_tokens, options.chosen_backend(backend)))
     if as_json:
         print(json.dumps(report))
     else:
@@ -48,7 +48,7 @@ def bench(
 
 
 async def measure(
-    model: LanguageModel, requests: Sequence[Request], rows: int, step_tokens: int, backend: str
+    model: LanguageModel, requests: Sequence[Request], rows: int, step_tokens: int, backend: str | None
 ) -> Report:
     """Run the workload once, after a short warm-up, and report on it. Times in seconds."""
     async with make_scheduler(model, requests, rows, step_tokens, backend) as scheduler:

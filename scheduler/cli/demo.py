@@ -60,16 +60,17 @@ def demo(
     model: options.ModelPath = None,
     rows: options.Rows = 8,
     precision: options.PrecisionName = "auto",
+    backend: options.BackendName = "auto",
     threads: options.Threads = None,
 ) -> None:
     """Serve a model on an embedded broker and send it a dozen chat prompts over MQTT, all at once."""
     options.use_threads(threads)
-    run_loop(_demo(options.open_model(model, precision), rows))
+    run_loop(_demo(options.open_model(model, precision), rows, options.chosen_backend(backend)))
 
 
-async def _demo(model: LanguageModel, rows: int) -> None:
+async def _demo(model: LanguageModel, rows: int, backend: str | None) -> None:
     console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
-    settings = WorkerSettings(broker=None, metrics=("127.0.0.1", 0), rows=rows)
+    settings = WorkerSettings(broker=None, metrics=("127.0.0.1", 0), rows=rows, backend=backend)
     async with run_worker(model, settings) as worker:
         kind = worker.embedded.kind if worker.embedded is not None else "a broker"
         console.print(

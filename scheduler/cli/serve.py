@@ -32,7 +32,7 @@ def serve(
     step_tokens: options.StepTokens = 256,
     window: options.Window = None,
     precision: options.PrecisionName = "auto",
-    backend: options.BackendName = "torch",
+    backend: options.BackendName = "auto",
     metrics: Metrics = DEFAULT_METRICS,
     reply_prefix: Annotated[
         list[str] | None,
@@ -53,7 +53,7 @@ def serve(
         metrics=metrics_address(metrics),
         rows=rows,
         step_tokens=step_tokens,
-        backend=backend,
+        backend=options.chosen_backend(backend),
         name=name,
         prefix=prefix,
         protocol=options.mqtt_protocol(mqtt),

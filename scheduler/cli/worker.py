@@ -23,7 +23,7 @@ class WorkerSettings:
     metrics: tuple[str, int]
     rows: int = 16
     step_tokens: int = 256
-    backend: str = "torch"
+    backend: str | None = None
     name: str = "main"
     prefix: str = "drumline/v1"
     protocol: ProtocolLevel = 5

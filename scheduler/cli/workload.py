@@ -53,7 +53,7 @@ def with_sampling(requests: Sequence[Request], sampling: SamplingName, seed: int
 
 
 def make_scheduler(
-    model: LanguageModel, requests: Sequence[Request], rows: int, step_tokens: int, backend: str
+    model: LanguageModel, requests: Sequence[Request], rows: int, step_tokens: int, backend: str | None
 ) -> Scheduler:
     """A scheduler whose queue takes the whole workload at once."""
     choices = sum(request.n for request in requests)

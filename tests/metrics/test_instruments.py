@@ -5,10 +5,12 @@ import threading
 import weakref
 
 import pytest
-from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from drumline.metrics.instruments import Instruments, watch_loop_lag
+from drumline.metrics.instruments import LATENCY_BUCKETS, Instruments, watch_loop_lag
 
 # The contract's list, written out once more so that a renamed metric fails here. `journal_commits_total` comes later.
 CONTRACT = {
@@ -176,7 +178,7 @@ def test_token_counters(registry: CollectorRegistry, instruments: Instruments) -
     instruments.window_recomputed()
     instruments.window_recomputed(3)
     instruments.preempted()
-    instruments.token_gap(0.5)
+    instruments.token_gaps(0.25, 2)
     instruments.loop_lag(0.25)
     assert value(registry, "prompt_tokens_total", source="computed") == 30
     assert value(registry, "prompt_tokens_total", source="reused") == 12
@@ -185,6 +187,22 @@ def test_token_counters(registry: CollectorRegistry, instruments: Instruments) -
     assert value(registry, "preemptions_total") == 1
     assert value(registry, "inter_token_seconds_sum") == 0.5
     assert value(registry, "event_loop_lag_seconds_sum") == 0.25
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from([0.0, *LATENCY_BUCKETS]) | st.floats(0, 20), st.integers(1, 9)), max_size=9))
+def test_a_gap_counted_many_times_is_as_many_gaps(gaps: list[tuple[float, int]]) -> None:
+    registry, twin = CollectorRegistry(), Histogram("twin", "", buckets=LATENCY_BUCKETS, registry=None)
+    instruments = Instruments(registry, "main")
+    for seconds, times in gaps:
+        instruments.token_gaps(seconds, times)
+        for _ in range(times):
+            twin.observe(seconds)
+    (expected,) = twin.collect()
+    for sample in expected.samples:
+        if not sample.name.endswith("_created"):
+            name = sample.name.replace("twin", "inter_token_seconds")
+            assert value(registry, name, **sample.labels) == pytest.approx(sample.value)
 
 
 def test_levels_are_set_not_added(registry: CollectorRegistry, instruments: Instruments) -> None:

@@ -79,6 +79,8 @@ class TestBounds:
             ({"queue_tokens": 0}, "queue_tokens"),
             ({"name": ""}, "name"),
             ({"backend": "magic"}, "backend"),
+            ({"backend": "cpu"}, "backend"),
+            ({"backend": 1}, "backend"),
             ({"require_exact": True}, "require_exact"),
         ],
     )

@@ -35,8 +35,15 @@ def test_figures_as_json(cli, checkpoint: Path, workload, sampling):
         assert list(report[name]) == ["p50", "p90", "p99"]
         assert 0 < report[name]["p50"] <= report[name]["p90"] <= report[name]["p99"] <= report["wall_s"]
     assert 1 < report["rows_live_mean"] <= 2
-    assert 0 < report["padding_ratio"] < 1
+    assert report["padding_ratio"] == 0  # the exact backend's attention follows each row's own length
     assert 0 < report["outside_model_ratio"] < 1
+
+
+def test_the_torch_backend_pads(cli, checkpoint: Path, workload):
+    run = cli("bench", workload(LINES), "--model", checkpoint, "--rows", 2, "--backend", "torch", "--json")
+    report = json.loads(run.out)
+    assert report["output_tokens"] == 24
+    assert 0 < report["padding_ratio"] < 1
 
 
 def test_one_row_has_no_company(cli, checkpoint: Path, workload):

@@ -10,15 +10,21 @@ from tests.processes import CLI, run_python
 
 COMMANDS = ("demo", "serve", "submit", "generate", "bench", "verify", "ledger")
 OPTIONS = {
-    "demo": ("--model", "--rows", "--precision", "--threads"),
+    "demo": ("--model", "--rows", "--precision", "--backend", "--threads"),
     "serve": (
         *("--model", "--broker", "--embedded-broker", "--rows", "--step-tokens", "--window", "--precision"),
         *("--backend", "--metrics", "--threads"),
     ),
     "submit": ("--broker", "--client"),
-    "generate": ("--model", "--input", "--output"),
-    "bench": ("--model", "--rows", "--sampling", "--json", "--seed", "--step-tokens", "--reuse", "--window"),
-    "verify": ("--model", "--rows", "--sampling", "--json", "--preempt-every", "--precision", "--backend"),
+    "generate": ("--model", "--input", "--output", "--backend"),
+    "bench": (
+        *("--model", "--rows", "--sampling", "--json", "--seed", "--step-tokens", "--reuse", "--window", "--precision"),
+        *("--backend", "--threads"),
+    ),
+    "verify": (
+        *("--model", "--rows", "--step-tokens", "--sampling", "--seed", "--json", "--preempt-every", "--precision"),
+        *("--backend", "--threads"),
+    ),
     "ledger": ("--model", "--rows", "--json"),
 }
 
@@ -61,6 +67,7 @@ def test_help_of_a_command(cli, command, monkeypatch):
         (("generate", "--nonsense", "1", "hello"), "No such option: --nonsense"),
         (("generate", "--max-tokens", "many", "hello"), "Invalid value for '--max-tokens'"),
         (("generate", "--precision", "float8", "hello"), "Invalid value for '--precision'"),
+        (("generate", "--backend", "cuda", "hello"), "Invalid value for '--backend'"),
         (("bench", "x.jsonl", "--sampling", "wild"), "Invalid value for '--sampling'"),
         (("bench", "x.jsonl", "--reuse", "perhaps"), "Invalid value for '--reuse'"),
         (("bench", "x.jsonl", "--reuse", "on"), "--reuse: prefix reuse is not available"),
@@ -105,7 +112,7 @@ def test_mistakes_that_need_no_model(cli, arguments, message):
         (("generate", "--repetition-penalty", "0", "hello"), "repetition_penalty: "),
         (("generate", "--seed", "-1", "hello"), "seed: "),
         (("generate", "--precision", "int8", "hello"), "precision int8 is not available in this version"),
-        (("generate", "--backend", "cuda", "hello"), "backend: "),
+        (("generate", "--backend", "cpu", "--precision", "float32", "hello"), "backend: 'cpu' computes int8 models on"),
         (("generate", "--window", "0", "hello"), "{model}: window 0 must be a whole number from 1"),
         (("generate", "--window", "4096", "hello"), "{model}: window 4096 must be a whole number from 1"),
         (("generate", "--window", "8", "a prompt that is longer"), "prompt: has 23 tokens, the window holds 8"),

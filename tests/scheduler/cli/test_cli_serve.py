@@ -95,7 +95,7 @@ def test_submit_says_in_one_line_why_not(cli, worker: Worker, options, message):
 
 
 def test_the_page_and_the_probes(cli, worker: Worker):
-    assert worker.title == "drumline serves tiny (float32, 4 rows of 2048 tokens)"
+    assert worker.title == "drumline serves tiny (int8, 4 rows of 2048 tokens)"
     before = completed(worker)
     assert cli("submit", "hello", "--broker", worker.broker, "--raw", "--max-tokens", 2).code == 0
     assert completed(worker) == before + 1

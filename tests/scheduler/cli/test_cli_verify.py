@@ -7,7 +7,7 @@ import pytest
 
 from drumline import EngineFailed, Request, Result, SamplingParams, load_model
 from drumline.scheduler.cli import verify
-from drumline.scheduler.cli.verify import compare, run_both
+from drumline.scheduler.cli.verify import Condition, added, compare, run_alone, run_together
 from tests.drive import generate
 from tests.tiny import tiny_model
 
@@ -48,6 +48,15 @@ def test_one_bit_is_enough(results):
     report = compare(results, [results[0], nudged(results[1], 2, after), results[2]])
     assert report == {"jobs": 3, "ids_differ": 0, "bits_differ": 1, "max_logprob_difference": after - before}
     assert report["max_logprob_difference"] > 0
+
+
+async def test_the_bits_of_alternatives_count_too(results):
+    (one,) = await generate(tiny_model(), Request(prompt="a", max_tokens=4, ignore_eos=True, logprobs=2))
+    entry = one.choices[0].logprobs[1]
+    other = replace(entry, top=(entry.top[0], (entry.top[1][0], entry.top[1][1] - 0.5)))
+    changed = altered(one, logprobs=(one.choices[0].logprobs[0], other, *one.choices[0].logprobs[2:]))
+    report = compare([one], [changed])
+    assert (report["ids_differ"], report["bits_differ"], report["max_logprob_difference"]) == (0, 1, 0.0)
 
 
 def test_other_ids_count_once_and_what_follows_them_is_not_compared(results):
@@ -95,23 +104,65 @@ def test_report_and_exit_code_agree(cli, checkpoint: Path, workload, sampling, p
     assert run.code == (1 if report["bits_differ"] else 0)
 
 
-def test_exit_1_where_an_answer_differs(cli, checkpoint: Path, workload, monkeypatch):
-    """Two real runs, of which the second is altered."""
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--rows", "2,4", "--step-tokens", "16,64,1024"),
+        ("--rows", "2", "--rows", "4", "--step-tokens", "16", "--step-tokens", "64,1024"),
+    ],
+)
+def test_each_number_of_rows_with_each_budget(cli, checkpoint: Path, workload, options):
+    run = cli("verify", workload(LINES), "--model", checkpoint, *options, "--preempt-every", 5, "--json")
+    report = json.loads(run.out)
+    conditions = report.pop("conditions")
+    assert report == added(conditions)
+    assert (report["jobs"], report["ids_differ"], run.err) == (18, 0, "")
+    tried = [(entry["rows"], entry["step_tokens"], entry["preempt_every"], entry["jobs"]) for entry in conditions]
+    assert tried == [(rows, tokens, 5, 3) for rows in (2, 4) for tokens in (16, 64, 1024)]
+    assert all(entry.keys() == KEYS | {"rows", "step_tokens", "preempt_every"} for entry in conditions)
 
-    async def and_alter(*arguments: object) -> tuple[list[Result], list[Result]]:
-        alone, together = await run_both(*arguments)
-        return alone, [altered(together[0], token_ids=(0,) * 9), *together[1:]]
 
-    monkeypatch.setattr(verify, "run_both", and_alter)
-    run = cli("verify", workload(LINES), "--model", checkpoint)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--rows", "2,x"), "--rows: must be whole numbers"),
+        (("--rows", ""), "--rows: must be whole numbers"),
+        (("--step-tokens", "16,"), "--step-tokens: must be whole numbers"),
+        (("--rows", "2,0"), "rows: "),
+        (("--step-tokens", "16,15"), "step_tokens: "),
+        (("--rows", "4,1"), "--rows: 1 cannot hold the 2 choices of line-3"),
+    ],
+)
+def test_a_condition_out_of_range_is_refused_before_anything_runs(cli, checkpoint: Path, workload, options, message):
+    run = cli("verify", workload(LINES), "--model", checkpoint, *options)
+    assert (run.code, run.out) == (2, "")
+    assert run.err.startswith(f"drumline: {message}")
+
+
+@pytest.mark.parametrize("rows", ["4", "4,2"])
+def test_exit_1_where_an_answer_differs(cli, checkpoint: Path, workload, monkeypatch, rows):
+    """Real runs, of which one is altered."""
+    altered_yet = False
+
+    async def and_alter(*arguments: object) -> list[Result]:
+        nonlocal altered_yet
+        together = await run_together(*arguments)
+        if not altered_yet:
+            altered_yet, together[0] = True, altered(together[0], token_ids=(0,) * 9)
+        return together
+
+    monkeypatch.setattr(verify, "run_together", and_alter)
+    run = cli("verify", workload(LINES), "--model", checkpoint, "--rows", rows)
     assert (run.code, run.err) == (1, "")
-    assert run.out.startswith("3 jobs: 1 with other ids, ")
+    assert run.out.splitlines()[-1].startswith(f"{3 * len(rows.split(','))} jobs: 1 with other ids, ")
 
 
 async def test_preempting_makes_rows_start_again(checkpoint: Path):
     sampling = SamplingParams(temperature=1.0, seed=1)
     request = Request(prompt="abc", max_tokens=10, ignore_eos=True, logprobs=0, sampling=sampling)
-    alone, together = await run_both(load_model(checkpoint), [request], 2, 256, "torch", preempt_every=3)
+    model = load_model(checkpoint)
+    alone = await run_alone(model, [request], "torch", lambda: None)
+    together = await run_together(model, [request], Condition(2, 256, preempt_every=3), "torch", lambda: None)
     starts = [[step.input_length for step in run[0].steps if step.cache_before == 0] for run in (alone, together)]
     assert starts[0] == [3]
     assert len(starts[1]) > 2
