@@ -29,8 +29,10 @@ check: $(VENV)/ready
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q tests/test_public_surface.py tests/test_canaries.py
 
+# make bench ARGS='--quick --peer vllm=PYTHON --peer llama-server=BINARY'
 bench: $(VENV)/ready
-	$(BIN)/python benchmarks/run.py
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[bench]'
+	$(BIN)/python -m benchmarks.run $(ARGS)
 
 soak: $(VENV)/ready
 	$(BIN)/python -m pytest -m soak
