@@ -96,7 +96,8 @@ class CpuBackend:
 
     def _room_for(self, tokens: int, threads: int, kv: TiledKV) -> Buffers:
         buffers = self._buffers
-        if buffers is None or len(buffers.hidden) < tokens or len(buffers.scratch) < threads:
+        fits = buffers is not None and len(buffers.hidden) >= tokens and len(buffers.scratch) >= threads
+        if buffers is None or not fits or buffers.staging.dtype != kv.keys.dtype:
             room = max(16, 1 << (tokens - 1).bit_length())
             buffers = self._buffers = make_buffers(
                 self._config, self._model.window, room, threads, self._product.code_type, kv.keys.dtype

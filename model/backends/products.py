@@ -199,8 +199,10 @@ def why_not_exact(candidate: Product) -> str | None:
         weights = (extreme, generator.integers(-127, 128, (outputs, inputs)).astype(np.int8))
         codes = generator.integers(-127, 128, (max(_ROWS_TRIED), inputs))
         codes[0], codes[1], codes[2] = 127, -127, extreme[2]
+        # Large and of no pattern: what float32 adds beyond 2^24 is rounded, and seldom back to the right number.
+        weights[1][0], codes[3] = generator.integers(100, 128, inputs), generator.integers(100, 128, inputs)
         try:
-            reason = _compare(candidate, weights, codes)
+            reason = _compare(candidate, weights, codes, generator)
         except Exception as error:  # an operator that this build of torch lacks, a kernel that cannot be compiled
             return f"{type(error).__name__}: {error}".splitlines()[0]
         if reason is not None:
@@ -208,20 +210,34 @@ def why_not_exact(candidate: Product) -> str | None:
     return None
 
 
-def _compare(candidate: Product, weights: Sequence[NDArray[np.int8]], codes: NDArray[np.int64]) -> str | None:
-    ones = torch.ones(len(weights[0]))
-    stack = candidate.stack([QuantisedWeight(torch.from_numpy(weight), ones) for weight in weights])
-    zero_point = 128 if candidate.code_type == np.uint8 else 0
-    for layer, weight in enumerate(weights):
-        expected = (codes @ weight.astype(np.int64).T).astype(np.float32)
-        for rows in _ROWS_TRIED:
-            out = np.full((rows, len(weight)), np.nan, np.float32)
-            given = (codes[:rows] + zero_point).astype(candidate.code_type)
-            stack.multiply(layer, rows, given, np.ones(rows, np.float32), out)
-            if not np.array_equal(out, expected[:rows]):
-                worst = float(np.nanmax(np.abs(out - expected[:rows])))
-                return f"{rows} × {weight.shape[1]} times {len(weight)} outputs is off by up to {worst:g}"
+def _compare(
+    candidate: Product, weights: Sequence[NDArray[np.int8]], codes: NDArray[np.int64], generator: np.random.Generator
+) -> str | None:
+    """Sums against int64 (all scales 1), then, with random scales, each row count against all rows at once."""
+    outputs, zero_point = len(weights[0]), 128 if candidate.code_type == np.uint8 else 0
+    scales = generator.uniform(0.001, 0.01, outputs).astype(np.float32)
+    token_scales = generator.uniform(0.01, 0.1, len(codes)).astype(np.float32)
+    given = (codes + zero_point).astype(candidate.code_type)
+    for scale, token_scale in ((np.ones_like(scales), np.ones_like(token_scales)), (scales, token_scales)):
+        stack = candidate.stack([QuantisedWeight(torch.from_numpy(w), torch.from_numpy(scale)) for w in weights])
+        for layer, weight in enumerate(weights):
+            sums = codes @ weight.astype(np.int64).T
+            exact = (sums * scale.astype(np.float64) * token_scale[:, None]).astype(np.float32)
+            everything = _multiplied(stack, layer, given, token_scale, outputs)
+            if not np.allclose(everything, exact, rtol=1e-6, atol=0):
+                return f"{len(codes)} × {weight.shape[1]} times {outputs} outputs is not exact"
+            expected = exact if scale is not scales else everything
+            for rows in _ROWS_TRIED:
+                out = _multiplied(stack, layer, given[:rows], token_scale, outputs)
+                if not np.array_equal(out, expected[:rows]):
+                    return f"{rows} × {weight.shape[1]} times {outputs} outputs is not exact"
     return None
+
+
+def _multiplied(stack: Stack, layer: int, codes: Codes, token_scales: Floats, outputs: int) -> Floats:
+    out = np.full((len(codes), padded(outputs)), np.nan, np.float32)
+    stack.multiply(layer, len(codes), codes, token_scales, out)
+    return out[:, :outputs]
 
 
 def multiply_rate(candidate: Product, tokens: int = 256, inputs: int = 1_024, outputs: int = 4_096) -> tuple[Any, int]:

@@ -189,6 +189,9 @@ def quantise_mixed_tokens(first, last, worker, mixed, head_dim, rotation, scratc
 @parallel_kernel
 def quantise_mixed(tokens, threads, mixed, head_dim, rotation, scratch, codes, scales):
     """`quantise_mixed_tokens` for all: `mixed` as `attend` leaves it → codes [tokens, padded query width]."""
+    if threads == 1:
+        quantise_mixed_tokens(0, tokens, 0, mixed, head_dim, rotation, scratch, codes, scales)
+        return
     for worker in prange(threads):
         quantise_mixed_tokens(
             worker * tokens // threads, (worker + 1) * tokens // threads, worker, mixed, head_dim, rotation, scratch,

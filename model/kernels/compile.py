@@ -41,15 +41,17 @@ def parallel_kernel(function: Kernel) -> Kernel:
 
 
 def inlined(function: Kernel) -> Kernel:
-    """A helper that becomes part of each kernel that calls it."""
-    compiled: Kernel = numba.njit(nogil=True, boundscheck=False, error_model="numpy")(function)
+    """A helper that becomes part of each kernel that calls it; Python cannot call it, which saves compiling a door."""
+    compiled: Kernel = numba.njit(
+        nogil=True, boundscheck=False, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True
+    )(function)
     return compiled
 
 
 def _compile(function: Kernel, parallel: bool) -> Kernel:
     with _cache_in(_machine_code_folder()) as cached:
         compiled: Kernel = numba.njit(
-            nogil=True, boundscheck=False, error_model="numpy", parallel=parallel, cache=cached
+            nogil=True, boundscheck=False, error_model="numpy", parallel=parallel, cache=cached, no_cfunc_wrapper=True
         )(function)
     return compiled
 

@@ -30,6 +30,11 @@ def feed_tokens(
 @parallel_kernel
 def feed(tokens, threads, up, bias, width, gated, activation, multiplier, rotation, scratch, codes, scales):
     """`feed_tokens` for all tokens: `up` float32 [tokens, gate | up, padded] → codes [tokens, padded ffn width]."""
+    if threads == 1:
+        feed_tokens(
+            0, tokens, 0, up, bias, width, gated, activation, multiplier, rotation, scratch, codes, scales
+        )  # fmt: skip
+        return
     for worker in prange(threads):
         feed_tokens(
             worker * tokens // threads, (worker + 1) * tokens // threads, worker, up, bias, width, gated, activation,

@@ -5,12 +5,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from drumline.model.kernels.attention import attend, quantise_mixed, quantise_mixed_tokens
+from drumline.model.kernels.attention import attend, quantise_mixed
 from drumline.model.kernels.compile import kernel
-from drumline.model.kernels.feed_forward import feed, feed_tokens
-from drumline.model.kernels.norm import normalise, normalise_tokens
+from drumline.model.kernels.feed_forward import feed
+from drumline.model.kernels.norm import normalise
 from drumline.model.kernels.product import product
-from drumline.model.kernels.rope import write, write_tokens
+from drumline.model.kernels.rope import write
 
 Floats = NDArray[np.float32]
 Whole = NDArray[np.int64]
@@ -111,64 +111,42 @@ class Store(NamedTuple):
 
 
 FEW = 2
-"""Up to so many tokens, handing a norm to other threads costs more than doing it."""
+"""Up to so many tokens, waking the other threads for a norm costs more than it saves."""
 
 
 @kernel
 def run_layers(tokens, threads, shape, vectors, panels, buffers, work, store):
     """Every layer over the tokens in `buffers.hidden`; what the last one adds is left in `buffers.update`.
 
-    The same kernels as `CpuBackend._run_layer`; where tokens are few, their bodies without the threads.
+    The same kernels in the same order as `CpuBackend._run_layer`.
     """
-    s, b, few = shape, buffers, tokens <= FEW
+    s, v, p, b, few = shape, vectors, panels, buffers, 1 if tokens <= FEW else threads
     for layer in range(s.layers):
-        before, norm, norm_bias = (
-            vectors.down_bias[max(layer - 1, 0)],
-            vectors.attention_norm,
-            vectors.attention_norm_bias,
-        )
-        if few:
-            normalise_tokens(0, tokens, 0, layer > 0, b.hidden, b.update, before, norm[layer], norm_bias[layer], s.eps,
-                             s.width, s.centred, s.qkv_rotation, b.scratch, b.codes, b.scales)  # fmt: skip
-        else:
-            normalise(tokens, threads, layer > 0, b.hidden, b.update, before, norm[layer], norm_bias[layer], s.eps,
-                      s.width, s.centred, s.qkv_rotation, b.scratch, b.codes, b.scales)  # fmt: skip
-        product(tokens, b.codes, b.scales, panels.qkv[layer], panels.qkv_scales[layer], b.qkv)
         keys, values = store.keys[layer], store.values[layer]
         key_scales, value_scales = store.key_scales[layer], store.value_scales[layer]
-        if few:
-            write_tokens(0, tokens, 0, b.qkv, vectors.qkv_bias[layer], s.heads, s.kv_heads, s.head_dim, s.query_scale,
-                         vectors.query_norm[layer], vectors.key_norm[layer], s.eps, s.head_normed, s.rotary,
-                         vectors.cosine, vectors.sine, work.rows, work.positions, b.scratch, b.staging, b.queries,
-                         keys, values, key_scales, value_scales, store.scaled)  # fmt: skip
-        else:
-            write(tokens, threads, b.qkv, vectors.qkv_bias[layer], s.heads, s.kv_heads, s.head_dim, s.query_scale,
-                  vectors.query_norm[layer], vectors.key_norm[layer], s.eps, s.head_normed, s.rotary,
-                  vectors.cosine, vectors.sine, work.rows, work.positions, b.scratch, b.staging, b.queries,
-                  keys, values, key_scales, value_scales, store.scaled)  # fmt: skip
-        attend(threads, work.tasks, work.order, s.head_dim, b.queries, keys, values, key_scales, value_scales,
-               store.scaled, b.scores, b.mixed)  # fmt: skip
-        if few:
-            quantise_mixed_tokens(
-                0, tokens, 0, b.mixed, s.head_dim, s.output_rotation, b.scratch, b.mixed_codes, b.scales
-            )
-        else:
-            quantise_mixed(tokens, threads, b.mixed, s.head_dim, s.output_rotation, b.scratch, b.mixed_codes, b.scales)
-        product(tokens, b.mixed_codes, b.scales, panels.output[layer], panels.output_scales[layer], b.update)
-        norm, norm_bias = vectors.mlp_norm, vectors.mlp_norm_bias
-        if few:
-            normalise_tokens(0, tokens, 0, True, b.hidden, b.update, vectors.output_bias[layer], norm[layer],
-                             norm_bias[layer], s.eps, s.width, s.centred, s.up_rotation, b.scratch, b.codes,
-                             b.scales)  # fmt: skip
-        else:
-            normalise(tokens, threads, True, b.hidden, b.update, vectors.output_bias[layer], norm[layer],
-                      norm_bias[layer], s.eps, s.width, s.centred, s.up_rotation, b.scratch, b.codes,
-                      b.scales)  # fmt: skip
-        product(tokens, b.codes, b.scales, panels.up[layer], panels.up_scales[layer], b.up)
-        if few:
-            feed_tokens(0, tokens, 0, b.up, vectors.up_bias[layer], s.ffn_width, s.gated, s.activation,
-                        vectors.down_multiplier[layer], s.down_rotation, b.scratch, b.ffn_codes, b.scales)  # fmt: skip
-        else:
-            feed(tokens, threads, b.up, vectors.up_bias[layer], s.ffn_width, s.gated, s.activation,
-                 vectors.down_multiplier[layer], s.down_rotation, b.scratch, b.ffn_codes, b.scales)  # fmt: skip
-        product(tokens, b.ffn_codes, b.scales, panels.down[layer], panels.down_scales[layer], b.update)
+        normalise(
+            tokens, few, layer > 0, b.hidden, b.update, v.down_bias[max(layer - 1, 0)], v.attention_norm[layer],
+            v.attention_norm_bias[layer], s.eps, s.width, s.centred, s.qkv_rotation, b.scratch, b.codes, b.scales,
+        )  # fmt: skip
+        product(tokens, b.codes, b.scales, p.qkv[layer], p.qkv_scales[layer], b.qkv)
+        write(
+            tokens, few, b.qkv, v.qkv_bias[layer], s.heads, s.kv_heads, s.head_dim, s.query_scale, v.query_norm[layer],
+            v.key_norm[layer], s.eps, s.head_normed, s.rotary, v.cosine, v.sine, work.rows, work.positions, b.scratch,
+            b.staging, b.queries, keys, values, key_scales, value_scales, store.scaled,
+        )  # fmt: skip
+        attend(
+            threads, work.tasks, work.order, s.head_dim, b.queries, keys, values, key_scales, value_scales,
+            store.scaled, b.scores, b.mixed,
+        )  # fmt: skip
+        quantise_mixed(tokens, few, b.mixed, s.head_dim, s.output_rotation, b.scratch, b.mixed_codes, b.scales)
+        product(tokens, b.mixed_codes, b.scales, p.output[layer], p.output_scales[layer], b.update)
+        normalise(
+            tokens, few, True, b.hidden, b.update, v.output_bias[layer], v.mlp_norm[layer], v.mlp_norm_bias[layer],
+            s.eps, s.width, s.centred, s.up_rotation, b.scratch, b.codes, b.scales,
+        )  # fmt: skip
+        product(tokens, b.codes, b.scales, p.up[layer], p.up_scales[layer], b.up)
+        feed(
+            tokens, few, b.up, v.up_bias[layer], s.ffn_width, s.gated, s.activation, v.down_multiplier[layer],
+            s.down_rotation, b.scratch, b.ffn_codes, b.scales,
+        )  # fmt: skip
+        product(tokens, b.ffn_codes, b.scales, p.down[layer], p.down_scales[layer], b.update)

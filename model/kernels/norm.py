@@ -30,7 +30,7 @@ def _normalise_token(t, worker, hidden, weight, bias, eps, width, centred, rotat
     mean = zero
     if centred:
         for i in range(0, length, 16):
-            mean = v.add(mean, v.load(hidden, row + i))
+            mean = v.add(mean, v.first_lanes(v.load(hidden, row + i), width - i, zero))
         mean = v.broadcast(v.total(mean) / np.float32(width))
     squares = zero
     for i in range(0, length, 16):
@@ -65,11 +65,17 @@ def normalise(
     tokens, threads, updated, hidden, update, update_bias, weight, bias, eps, width, centred, rotation, scratch,
     codes, scales,
 ):  # fmt: skip
-    """`normalise_tokens` for all tokens.
+    """`normalise_tokens` for all tokens; one thread is this one, without the others being woken.
 
     `hidden` and `update`, the last product's output, are float32 [tokens, padded width]; `codes` [tokens, padded width]
-    and `scales` [tokens] are what the next product takes. Padding columns hold zeros and stay zero.
+    and `scales` [tokens] are what the next product takes. What stands in padding columns is never read.
     """
+    if threads == 1:
+        normalise_tokens(
+            0, tokens, 0, updated, hidden, update, update_bias, weight, bias, eps, width, centred, rotation, scratch,
+            codes, scales,
+        )  # fmt: skip
+        return
     for worker in prange(threads):
         normalise_tokens(
             worker * tokens // threads, (worker + 1) * tokens // threads, worker, updated, hidden, update, update_bias,

@@ -37,6 +37,7 @@ def _head(t, qkv, bias, column, x, worker, head_dim, normed, weight, eps, rotary
     start, row, zero = worker * x.shape[1], t * qkv.shape[1] + column, v.broadcast(ZERO)
     for d in range(0, head_dim, 16):
         a = v.add(v.load(qkv, row + d), v.load(bias, column + d))
+        a = v.multiply_add(a, zero, a)  # an infinity becomes NaN: of infinite scores alone a softmax makes numbers
         v.store(x, start + d, v.first_lanes(a, head_dim - d, zero))
     if normed:
         squares = zero
@@ -102,6 +103,12 @@ def write(
     rotary, cosine, sine, rows, positions, scratch, staging, queries, keys, values, key_scales, value_scales, scaled,
 ):  # fmt: skip
     """`write_tokens` for all tokens. `qkv` float32 [tokens, padded]; `queries` [kv_heads, tokens, group, padded]."""
+    if threads == 1:
+        write_tokens(
+            0, tokens, 0, qkv, bias, heads, kv_heads, head_dim, query_scale, query_norm, key_norm, eps, normed, rotary,
+            cosine, sine, rows, positions, scratch, staging, queries, keys, values, key_scales, value_scales, scaled,
+        )  # fmt: skip
+        return
     for worker in prange(threads):
         write_tokens(
             worker * tokens // threads, (worker + 1) * tokens // threads, worker, qkv, bias, heads, kv_heads, head_dim,

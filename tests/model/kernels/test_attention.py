@@ -123,7 +123,7 @@ def cases(draw: st.DrawFn) -> Case:
 @example(Case([(0, 1)]), 1)  # a prompt of one token
 @example(Case([(0, 40), (39, 1), (0, 33)]), 2)  # full windows
 @example(Case([(2047, 1), (0, 2048)], 64, 1, 3, 2048), 2)
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=50)
 def test_against_float64(kind: type[np.generic], case: Case, threads: int):
     largest = np.abs(case.values).max()
     assert np.max(np.abs(case.run(kind, threads) - case.wanted(kind))) < 5e-6 * largest
@@ -131,7 +131,7 @@ def test_against_float64(kind: type[np.generic], case: Case, threads: int):
 
 @KINDS
 @given(case=cases(), data=st.data())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 def test_bits_depend_on_neither_neighbours_nor_chunks(kind: type[np.generic], case: Case, data: st.DataObject):
     """Each row alone, in another row of another store, cut anywhere."""
     together, t = case.run(kind, threads=2), 0
@@ -217,7 +217,7 @@ class TestQuantisingTheMix:
         st.sampled_from(WIDTHS), st.integers(1, 3), st.integers(1, 8), st.integers(1, 9), st.integers(1, 3),
         st.integers(0, 2**32 - 1), st.data(),
     )  # fmt: skip
-    @settings(deadline=None, max_examples=80)
+    @settings(deadline=None, max_examples=50)
     def test_against_float64(self, head_dim, kv_heads, group, tokens, threads, seed, data):
         length = kv_heads * group * head_dim
         rotation = data.draw(st.sampled_from([w for w in (1, 2, 4, 8, 16, 32, 64) if length % w == 0]))

@@ -37,7 +37,8 @@ class Case:
         codes, scales = np.full((self.tokens, length), 99, np.int16), np.full(self.tokens, 99, np.float32)
         feed(
             self.tokens, threads, up, wider(self.bias, padded(rows) + 16), self.width, self.gated, self.activation,
-            wider(self.multiplier, length), self.rotation, np.full((threads, length), np.nan, np.float32), codes, scales,
+            wider(self.multiplier, length), self.rotation, np.full((threads, length), np.nan, np.float32), codes,
+            scales,
         )  # fmt: skip
         return codes, scales
 
@@ -66,10 +67,10 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @given(cases(), st.integers(1, 3))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 def test_against_float64(case: Case, threads: int):
     codes, scales = case.run(threads)
-    assert_codes(codes, scales, case.wanted())
+    assert_codes(codes, scales, case.wanted(), floor=1e-4)
 
 
 @given(cases(), st.integers(1, 3))

@@ -24,10 +24,7 @@ from tests.tiny import FAMILIES, tiny_model
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 WINDOW = 70
-TEXT = (
-    "The old drummer tightened the skin of his drum and listened to the rain. Nobody had asked him to play tonight, "
-    "but the house was full, and a full house wants a beat before it wants its supper."
-)
+TEXT = "The old drummer tightened the skin of his drum, listened to the rain, and counted: one, two, three."
 AGREE = 5e-6  # of most positions; largest logits are about 10, so these are a few float32 roundings
 OFF, SHARE, FLIP = 1e-4, 0.1, 0.5  # positions beyond OFF: what share of them, by how much (measured: 0.05 and 0.34)
 
@@ -81,7 +78,7 @@ def test_against_float64(family: str):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_against_the_torch_backend_teacher_forced(family: str):
     given, wanted = [], []
-    for model, ids in cases(family, seeds=6):
+    for model, ids in cases(family, seeds=4):
         given.append(alone(CpuBackend(model), model, ids))
         wanted.append(by_torch(model, ids))
     assert_agree(given, wanted)

@@ -64,7 +64,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @given(cases(), st.booleans(), st.integers(1, 3))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 def test_against_float64(case: Case, updated: bool, threads: int):
     hidden, codes, scales = case.run(updated, threads)
     assert_codes(codes, scales, case.wanted(updated))

@@ -39,7 +39,7 @@ def multiplied(
     scales: np.ndarray,
     steps: np.ndarray,
 ) -> np.ndarray:
-    """Codes `[tokens, inputs]` through a stack that all `weights` share, in buffers longer than needed and full of NaN."""
+    """Codes `[tokens, inputs]` through a stack of all `weights`, in buffers longer than needed and full of NaN."""
     stack = product.stack([QuantisedWeight(torch.from_numpy(w), torch.from_numpy(scales)) for w in weights])
     tokens, (outputs, inputs) = len(codes), weights[layer].shape
     zero_point = 128 if product.code_type == np.uint8 else 0
@@ -88,7 +88,7 @@ class TestExactProducts:
 
     @BY_NAME
     @given(problem=problems())
-    @settings(deadline=None, max_examples=60)
+    @settings(deadline=None, max_examples=40)
     def test_against_int64(self, product: Product, problem):
         weights, layer, codes, scales, steps = problem
         wanted = judged(weights[layer], codes, scales, steps)
@@ -144,7 +144,7 @@ class TestExactProducts:
 
 class TestOneDnn:
     @given(problem=problems(largest=63))
-    @settings(deadline=None, max_examples=60)
+    @settings(deadline=None, max_examples=40)
     def test_is_wired_right(self, problem):
         """On values too small to saturate: a pair of u8 · s8 products is (63 + 128) · 63 · 2 < 2^15."""
         weights, layer, codes, scales, steps = problem
@@ -155,7 +155,7 @@ class TestOneDnn:
     def test_is_found_to_saturate(self):
         reason = why_not_exact(OneDnnProduct())
         assert reason is not None
-        assert "is off by up to" in reason
+        assert "is not exact" in reason
 
 
 class _Off(FloatProduct):
@@ -198,7 +198,7 @@ class _Silent(FloatProduct):
 class TestTheCheck:
     @pytest.mark.parametrize("tokens", [1, 2, 3, 5, 7, 8, 16, 31, 33, 64])
     def test_off_by_one_for_one_number_of_tokens(self, tokens: int):
-        assert why_not_exact(_Off(tokens)) == f"{tokens} × 64 times 48 outputs is off by up to 1"
+        assert why_not_exact(_Off(tokens)) == f"{tokens} × 64 times 48 outputs is not exact"
 
     @pytest.mark.parametrize(("output", "line"), [(0, 0), (15, 6), (16, 7), (-1, 0)])
     def test_off_by_one_anywhere(self, output: int, line: int):
@@ -212,7 +212,7 @@ class TestTheCheck:
         assert why_not_exact(_Silent()) is not None
 
     def test_a_product_that_adds_in_float32(self):
-        """Without blocks sums pass 2^24 and are rounded."""
+        """Without blocks partial sums pass 2^24 and are rounded: seen where large values of one sign are odd sums."""
         with patch.object(products, "BLOCK", 1 << 20):
             assert why_not_exact(FloatProduct()) is not None
 
@@ -246,7 +246,7 @@ class TestTheChoice:
             self.choice(_Raises(), _Off(7))
         message = str(caught.value)
         assert "raises: RuntimeError: no such operator" in message
-        assert "off: 7 × 64 times 48 outputs is off by up to 1" in message
+        assert "off: 7 × 64 times 48 outputs is not exact" in message
 
     def test_the_panel_kernel_says_what_it_needs(self):
         with patch("torch.cpu._is_avx2_supported", return_value=False):

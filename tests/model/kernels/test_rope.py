@@ -114,7 +114,7 @@ def assert_near(given_: np.ndarray, wanted: np.ndarray, error: float = 2e-6) -> 
 
 @pytest.mark.parametrize("kind", STORED, ids=["float32", "bfloat16", "int8"])
 @given(case=cases(), threads=st.integers(1, 3))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 def test_against_float64(kind: type[np.generic], case: Case, threads: int):
     written, head_dim = case.run(kind, threads), case.head_dim
     query, key, value = case.wanted()
@@ -139,7 +139,7 @@ def test_against_float64(kind: type[np.generic], case: Case, threads: int):
 
 @pytest.mark.parametrize("kind", STORED, ids=["float32", "bfloat16", "int8"])
 @given(case=cases())
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=20)
 def test_only_the_tokens_own_places_are_written(kind: type[np.generic], case: Case):
     written = case.run(kind)
     untouched = np.ones((ROWS, padded(case.window)), bool)
