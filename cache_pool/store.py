@@ -29,6 +29,6 @@ def make_kv(backend: str, model: LanguageModel, rows: int) -> RowStore:
     check_fits(model.ledger(rows), model.device)
     if backend == "torch":
         return KVCache(model, rows)
-    from drumline.cache_pool.tiled_kv import TiledKVCache  # brings numba, which the torch backend can do without
+    from drumline.cache_pool.tiled_kv import TiledKVCache
 
     return TiledKVCache(model, rows)

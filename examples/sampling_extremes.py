@@ -14,7 +14,7 @@ from pathlib import Path
 from drumline import Request, Result, SamplingParams, Scheduler, load_model
 from drumline.model.registry import packaged_model
 
-PROMPT = "Every morning the drummer"
+PROMPT = "I like to play the drum and"
 SETTINGS = {
     "loops: repetition_penalty 1.0, temperature 0": SamplingParams(repetition_penalty=1.0),
     "runs wild: temperature 2.0": SamplingParams(temperature=2.0, seed=7),

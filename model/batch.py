@@ -55,7 +55,8 @@ class StepRecord:
 class StepOutput:
     """Logits `[segments that want them, vocab]`, float32, on the CPU, and what attention had to look at.
 
-    `real_cells` are the query-key pairs that the tokens' own rows hold, `padded_cells` those that were computed.
+    The logits are the backend's own memory: its next step may write over them. `real_cells` are the query-key pairs
+    that the tokens' own rows hold, `padded_cells` those that were computed.
     """
 
     logits: Tensor

@@ -14,6 +14,7 @@ from drumline.model.backends.cpu_backend import CpuBackend
 from drumline.model.batch import Segment, StepBatch
 from drumline.model.kernels.store import TiledKV
 from drumline.model.language_model import LanguageModel
+from drumline.model.openmp import LOCK
 
 
 @dataclass
@@ -39,8 +40,10 @@ def exact_logits(model: LanguageModel, ids: Sequence[int], row: ExactRow, last: 
         raise ValueError(f"{len(ids)} ids at position {row.length} do not fit a window of 1 … {model.window} tokens")
     batch = StepBatch((Segment(0, row.length, ids, wants_logits=True),))
     wanted = range(0 if last is None else len(ids) - last, len(ids))
+    with LOCK:  # the backend and its logits are everybody's
+        logits = _backend(model).logits_at(batch, row.store, wanted).copy()
     row.length = end
-    return torch.from_numpy(_backend(model).logits_at(batch, row.store, wanted).copy())
+    return torch.from_numpy(logits)
 
 
 def _backend(model: LanguageModel) -> CpuBackend:

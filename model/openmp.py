@@ -1,7 +1,12 @@
-"""One OpenMP pool for torch and numba. Imports neither: it has to run before them."""
+"""One OpenMP pool for torch and numba, and whose turn it is. Imports neither: it has to run before them."""
 
 import ctypes
 import sys
+import threading
+
+LOCK = threading.RLock()
+"""Held while a step computes on the CPU. Two schedulers in one process take turns: side by side their threads would
+spin against one another, and numba's own pool (used where there is no OpenMP) does not bear two callers at all."""
 
 
 def share_pool() -> None:

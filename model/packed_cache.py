@@ -37,7 +37,7 @@ from drumline.model.word_tokenizer import WordTokenizer
 
 _LAYOUT = 1  # counts the versions of what this module writes
 _ABOUT, _DIGEST, _SUFFIX, _UNFINISHED = "about", "sha256", ".safetensors", ".part"
-_MOST_ENTRIES = 16
+_MOST_ENTRIES = 4
 _ABANDONED_S = 24 * 3600.0
 _LOG = logging.getLogger("drumline")
 

@@ -65,7 +65,7 @@ def forward(model: LanguageModel, ids: Sequence[int], cache: Cache | None = None
 
 
 def _exact_forward(model: LanguageModel, ids: Sequence[int], cache: Cache | None, last: int | None) -> Tensor:
-    from drumline.model.exact_reference import exact_logits, exact_row  # brings numba, for exact models alone
+    from drumline.model.exact_reference import exact_logits, exact_row  # which imports `Cache` from the plain pass
 
     cache = Cache() if cache is None else cache
     if cache.exact is None:

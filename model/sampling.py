@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from drumline.model.distribution import WEIGHT_BITS, least_weight
 from drumline.model.errors import EngineFailed
-from drumline.model.kernels.compile import LOCK, use_threads
+from drumline.model.kernels.compile import use_threads
 from drumline.model.kernels.sampling import NOT_FINITE, OK, ROW, finish_rows
 from drumline.model.kernels.selection import SHORT, make_scratch
+from drumline.model.openmp import LOCK
 from drumline.model.penalties import Processor, Row, forbidden, masked, penalised, penalties, processed
 from drumline.model.random_state import RandomState
 from drumline.model.sampling_params import SamplingParams

@@ -17,6 +17,7 @@ from drumline.cache_pool.pool import CachePool
 from drumline.cache_pool.store import make_kv
 from drumline.metrics.instruments import Instruments, RejectReason, watch_loop_lag
 from drumline.model.backends import make_backend
+from drumline.model.backends.fingerprint import fingerprint
 from drumline.model.errors import DrumlineError, EngineFailed, InvalidRequest, QueueFull, SchedulerClosed
 from drumline.model.language_model import LanguageModel
 from drumline.scheduler.admission import Admission, Admitted
@@ -111,6 +112,12 @@ class Scheduler:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all that bits depend on besides the request; equal ones owe equal answers where the backend is
+        exact."""
+        return fingerprint(self.model, self.backend.arithmetic)
 
     @property
     def healthy(self) -> bool:

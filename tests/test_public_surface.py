@@ -175,6 +175,7 @@ def test_scheduler_signature_and_verbs():
         "queue_position",
         "statistics",
         "check_integrity",
+        "fingerprint",
         "healthy",
         "ready",
     }

@@ -75,7 +75,8 @@ def test_a_host_with_modules_of_the_same_names_embeds_it(dist: Path, tmp_path: P
     shutil.copy(ROOT / "examples" / "embed_service.py", host)
     checkpoint = save(tmp_path / "tiny", random_model(llama()))
 
-    run = run_python("host.py", site, "--model", checkpoint, cwd=host, PYTHONPATH=str(site))
+    # Kernels of another place are compiled anew, which takes a minute.
+    run = run_python("host.py", site, "--model", checkpoint, cwd=host, timeout=200, PYTHONPATH=str(site))
     assert (run.returncode, run.stderr) == (0, "")
     assert '"stop_reason": "' in run.stdout
     assert run.stdout.endswith(f"drumline {drumline.__version__} ran beside the host's own modules\n")

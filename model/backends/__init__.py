@@ -15,6 +15,10 @@ class Backend(Protocol):
     exact: bool
     """Whether a row's logits are the same bits whatever is computed beside it."""
 
+    @property
+    def arithmetic(self) -> str:
+        """What computes, as far as bits may depend on it."""
+
     def forward(self, batch: StepBatch, kv: Any) -> StepOutput:
         """Write the batch's keys and values to `kv`, a store in this backend's layout; return the logits it wants."""
 
@@ -34,6 +38,6 @@ def make_backend(name: str | None, model: LanguageModel) -> Backend:
         raise InvalidRequest(
             "backend", f"'cpu' computes int8 models on the CPU, this one is {model.precision} on {model.device}"
         )
-    from drumline.model.backends.cpu_backend import CpuBackend  # brings numba, which the torch backend can do without
+    from drumline.model.backends.cpu_backend import CpuBackend
 
     return CpuBackend(model)

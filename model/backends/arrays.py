@@ -17,19 +17,29 @@ from drumline.model.language_model import LanguageModel
 from drumline.model.layers import rope_tables
 from drumline.model.weights import LinearWeight, QuantisedWeight, Weights
 
+MOST_INPUTS = 65_536
+"""Of one product: 255 · 127 · 65,536 stays below 2^31, also where codes are kept as code + 128."""
 _ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH, "gelu": GELU}
 
 
 def quantised(weight: LinearWeight) -> QuantisedWeight:
-    """The weight, which an int8 model has quantised."""
+    """The weight, which an int8 model has quantised; raises `ValueError` where kernels cannot multiply it."""
     if not isinstance(weight, QuantisedWeight):
-        raise TypeError("the CPU kernels multiply int8 weights only")
+        raise ValueError("the CPU kernels multiply int8 weights only")
+    if weight.shape[1] > MOST_INPUTS:
+        raise ValueError(f"a product of {weight.shape[1]} inputs may pass the range of int32; at most {MOST_INPUTS}")
     return weight
 
 
-def slot(weights: Weights, name: str) -> list[QuantisedWeight]:
-    """One linear slot of every layer."""
-    return [quantised(getattr(layer, name)) for layer in weights.layers]
+def slot(weights: Weights, name: str, multiplied: bool = False) -> list[QuantisedWeight]:
+    """One linear slot of every layer; raises `ValueError` for what the kernels do not apply to that slot."""
+    found = [quantised(getattr(layer, name)) for layer in weights.layers]
+    for index, weight in enumerate(found):
+        if weight.rotation != found[0].rotation:
+            raise ValueError(f"layer {index}, {name}: rotation {weight.rotation}, layer 0 has {found[0].rotation}")
+        if weight.multiplier is not None and not multiplied:
+            raise ValueError(f"layer {index}, {name}: the CPU kernels take a multiplier only before an ungated `down`")
+    return found
 
 
 def describe(config: ModelConfig, weights: Weights) -> Shape:
@@ -109,6 +119,8 @@ def make_buffers(config: ModelConfig, window: int, tokens: int, threads: int, co
         mixed_codes=np.zeros((tokens, queries), code_type),
         ffn_codes=np.zeros((tokens, ffn), code_type),
         scales=floats(tokens),
+        last_hidden=floats(tokens, width),
+        last_update=floats(tokens, width),
         # One line more than tokens: a head's, or a gate's, last vector may read beyond it.
         qkv=floats(tokens + 1, padded(config.query_width + 2 * config.kv_width)),
         queries=floats(config.kv_heads, tokens, group, head),

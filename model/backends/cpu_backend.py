@@ -14,13 +14,14 @@ from drumline.model.backends.products import PanelStack, choose_product, multipl
 from drumline.model.batch import Segment, StepBatch, StepOutput
 from drumline.model.kernels.attention import attend, quantise_mixed
 from drumline.model.kernels.attention_tiles import QUERIES
-from drumline.model.kernels.compile import LOCK, use_threads
+from drumline.model.kernels.compile import use_threads
 from drumline.model.kernels.feed_forward import feed
-from drumline.model.kernels.layers import Buffers, Floats, Panels, Store, Whole, Work, run_layers
+from drumline.model.kernels.layers import FEW, Buffers, Floats, Panels, Store, Whole, Work, run_layers
 from drumline.model.kernels.norm import normalise
 from drumline.model.kernels.rope import write
 from drumline.model.kernels.store import TiledKV, padded
 from drumline.model.language_model import LanguageModel
+from drumline.model.openmp import LOCK
 
 
 class CpuBackend:
@@ -40,7 +41,8 @@ class CpuBackend:
         self._product = choose_product()
         self._shape, self._vectors = describe(model.config, weights), layer_vectors(model)
         self._qkv, self._output, self._up, self._down = (
-            self._product.stack(slot(weights, name)) for name in ("qkv", "output", "up", "down")
+            self._product.stack(slot(weights, name, multiplied=name == "down" and not model.config.gated))
+            for name in ("qkv", "output", "up", "down")
         )
         head = quantised(weights.head)
         self._head, self._head_rotation = self._product.stack([head]), head.rotation
@@ -59,7 +61,12 @@ class CpuBackend:
         return StepOutput(torch.from_numpy(logits), real_cells=cells, padded_cells=cells)
 
     def logits_at(self, batch: StepBatch, kv: TiledKV, wanted: Sequence[int]) -> Floats:
-        """Compute a batch; the logits `[wanted, vocab]` of the packed tokens at these indices, valid until the next."""
+        """Compute a batch; the logits `[wanted, vocab]` of the packed tokens at these indices, valid until the next.
+
+        Raises `ValueError` for a segment outside the store or the window: kernels write where they are told.
+        """
+        for segment in batch.segments:
+            _check(segment, kv.keys.shape[1], self._model.window)
         with LOCK:
             threads = use_threads()
             tokens = batch.tokens
@@ -85,9 +92,9 @@ class CpuBackend:
             return count / (perf_counter() - started)
 
     @property
-    def product_name(self) -> str:
-        """Which exact product serves this machine."""
-        return self._product.name
+    def arithmetic(self) -> str:
+        """The backend and its exact product."""
+        return f"{self.name} {self._product.name}"
 
     def _panels(self) -> Panels:
         stacks = (self._qkv, self._output, self._up, self._down)
@@ -124,36 +131,36 @@ class CpuBackend:
 
     def _run_layer(self, layer: int, tokens: int, threads: int, b: Buffers, work: Work, store: Store) -> None:
         """What `run_layers` does for one layer, kernel by kernel: for other products, and to be timed."""
-        s, v = self._shape, self._vectors
+        s, v, few = self._shape, self._vectors, 1 if tokens <= FEW else threads
         kv = (store.keys[layer], store.values[layer], store.key_scales[layer], store.value_scales[layer], store.scaled)
         with self._timed("norm"):
             normalise(
-                tokens, threads, layer > 0, b.hidden, b.update, v.down_bias[max(layer - 1, 0)], v.attention_norm[layer],
+                tokens, few, layer > 0, b.hidden, b.update, v.down_bias[max(layer - 1, 0)], v.attention_norm[layer],
                 v.attention_norm_bias[layer], s.eps, s.width, s.centred, s.qkv_rotation, b.scratch, b.codes, b.scales,
             )  # fmt: skip
         with self._timed("linear"):
             self._qkv.multiply(layer, tokens, b.codes, b.scales, b.qkv)
         with self._timed("rope"):
             write(
-                tokens, threads, b.qkv, v.qkv_bias[layer], s.heads, s.kv_heads, s.head_dim, s.query_scale,
+                tokens, few, b.qkv, v.qkv_bias[layer], s.heads, s.kv_heads, s.head_dim, s.query_scale,
                 v.query_norm[layer], v.key_norm[layer], s.eps, s.head_normed, s.rotary, v.cosine, v.sine, work.rows,
                 work.positions, b.scratch, b.staging, b.queries, *kv,
             )  # fmt: skip
         with self._timed("attention"):
             attend(threads, work.tasks, work.order, s.head_dim, b.queries, *kv, b.scores, b.mixed)
-            quantise_mixed(tokens, threads, b.mixed, s.head_dim, s.output_rotation, b.scratch, b.mixed_codes, b.scales)
+            quantise_mixed(tokens, few, b.mixed, s.head_dim, s.output_rotation, b.scratch, b.mixed_codes, b.scales)
         with self._timed("linear"):
             self._output.multiply(layer, tokens, b.mixed_codes, b.scales, b.update)
         with self._timed("norm"):
             normalise(
-                tokens, threads, True, b.hidden, b.update, v.output_bias[layer], v.mlp_norm[layer],
+                tokens, few, True, b.hidden, b.update, v.output_bias[layer], v.mlp_norm[layer],
                 v.mlp_norm_bias[layer], s.eps, s.width, s.centred, s.up_rotation, b.scratch, b.codes, b.scales,
             )  # fmt: skip
         with self._timed("linear"):
             self._up.multiply(layer, tokens, b.codes, b.scales, b.up)
         with self._timed("feed_forward"):
             feed(
-                tokens, threads, b.up, v.up_bias[layer], s.ffn_width, s.gated, s.activation, v.down_multiplier[layer],
+                tokens, few, b.up, v.up_bias[layer], s.ffn_width, s.gated, s.activation, v.down_multiplier[layer],
                 s.down_rotation, b.scratch, b.ffn_codes, b.scales,
             )  # fmt: skip
         with self._timed("linear"):
@@ -163,10 +170,13 @@ class CpuBackend:
         """Final norm and head over the wanted tokens alone."""
         lines, s = len(wanted), self._shape
         if len(self._logits) < lines:
-            self._logits = np.zeros((lines, self._logits.shape[1]), np.float32)
+            self._logits = np.zeros((1 << (lines - 1).bit_length(), self._logits.shape[1]), np.float32)
+        hidden, update = b.last_hidden[:lines], b.last_update[:lines]
+        np.take(b.hidden, wanted, axis=0, out=hidden, mode="clip")
+        np.take(b.update, wanted, axis=0, out=update, mode="clip")
         with self._timed("head"):
             normalise(
-                lines, threads, True, b.hidden[wanted], b.update[wanted], self._vectors.down_bias[-1], self._final_norm,
+                lines, threads, True, hidden, update, self._vectors.down_bias[-1], self._final_norm,
                 self._final_norm_bias, s.eps, s.width, s.centred, self._head_rotation, b.scratch, b.codes, b.scales,
             )  # fmt: skip
             self._head.multiply(0, lines, b.codes, b.scales, self._logits)
@@ -174,12 +184,20 @@ class CpuBackend:
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
-        if self.timings is None:
+        timings = self.timings
+        if timings is None:
             yield
             return
         started = perf_counter()
         yield
-        self.timings[phase] = self.timings.get(phase, 0.0) + perf_counter() - started
+        timings[phase] = timings.get(phase, 0.0) + perf_counter() - started
+
+
+def _check(segment: Segment, rows: int, window: int) -> None:
+    if not 0 <= segment.row < rows:
+        raise ValueError(f"row {segment.row} is outside the store's {rows} rows")
+    if segment.position < 0 or not segment.position < segment.end <= window:
+        raise ValueError(f"tokens {segment.position} … {segment.end - 1} are outside the window of {window}")
 
 
 def attention_tasks(segments: Sequence[Segment], kv_heads: int, block: int) -> Whole:

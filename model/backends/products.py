@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from drumline.model.errors import DrumlineError
-from drumline.model.kernels.compile import LOCK, use_threads
+from drumline.model.kernels.compile import use_threads
 from drumline.model.kernels.layers import Codes, Floats
 from drumline.model.kernels.product import pack_panels, product
 from drumline.model.kernels.store import padded
+from drumline.model.openmp import LOCK
 from drumline.model.weights import QuantisedWeight
 
 BLOCK = 1_024
@@ -114,7 +115,13 @@ class _OneDnnStack:
 class OneDnnProduct:
     """torch's own u8 · s8 operator: as fast as the CPU goes with VNNI, saturated sums without."""
 
-    name, code_type, fast = "onednn", np.uint8, True
+    name, code_type = "onednn", np.uint8
+
+    @property
+    def fast(self) -> bool:
+        """Elsewhere the operator has a reference path, which is exact but slow."""
+        features = torch.cpu.get_capabilities()
+        return any(features.get(name) for name in ("avx512_vnni", "avx_vnni", "amx_int8"))
 
     def stack(self, weights: Sequence[QuantisedWeight]) -> Stack:
         """See `Product`."""
@@ -173,20 +180,24 @@ def _padded_scales(weight: QuantisedWeight) -> Floats:
 
 
 PRODUCTS: tuple[Product, ...] = (OneDnnProduct(), PanelProduct(), FloatProduct())
-"""The fastest first."""
+"""The fastest first; of those that are only exact, the last."""
 
 
 @cache
 def choose_product() -> Product:
-    """The first product that is exact on this machine; raises `NoExactProduct` with every reason."""
-    reasons = []
+    """The fastest product that is exact on this machine; raises `NoExactProduct` with every reason."""
+    reasons, exact = [], []
     for candidate in PRODUCTS:
         with LOCK:
             use_threads()
             reason = why_not_exact(candidate)
-        if reason is None:
+        if reason is None and candidate.fast:
             return candidate
+        if reason is None:
+            exact.append(candidate)
         reasons.append(f"{candidate.name}: {reason}")
+    if exact:
+        return exact[-1]
     raise NoExactProduct("; ".join(reasons))
 
 

@@ -1,5 +1,6 @@
 """The portable backend: linear layers on packed tokens, attention on padded rows with an explicit mask."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from torch.nn import functional
 from drumline.model.batch import KVStore, Segment, StepBatch, StepOutput
 from drumline.model.language_model import LanguageModel
 from drumline.model.layers import feed_forward, linear, normalise, project_qkv, rope_tables, rotate
+from drumline.model.openmp import LOCK
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,10 @@ class TorchBackend:
     """Interprets a model's description with torch operators, on any device and dtype.
 
     Its float products round differently for different batch sizes: the same request gives the same tokens only up to
-    near-ties, so `LanguageModel.exact` is False on it.
+    near-ties, so it is not exact, whatever the model's precision.
     """
 
-    name = "torch"
+    name = arithmetic = "torch"
     exact = False
 
     def __init__(self, model: LanguageModel) -> None:
@@ -62,6 +64,10 @@ class TorchBackend:
     @torch.inference_mode()
     def forward(self, batch: StepBatch, kv: KVStore) -> PaddedOutput:
         """One pass over all layers; each token attends to its own row up to itself."""
+        with LOCK if self._device.type == "cpu" else nullcontext():
+            return self._forward(batch, kv)
+
+    def _forward(self, batch: StepBatch, kv: KVStore) -> PaddedOutput:
         config, weights = self._config, self._model.weights
         ids, rows, positions = self._pack(batch)
         groups = self._groups(batch)

@@ -14,7 +14,7 @@ from drumline.model.kernels import vectors as v
 from drumline.model.kernels.compile import inlined, parallel_kernel
 from drumline.model.kernels.quantise import ONE, ZERO, exp2, quantise, rotate
 
-_LOW = np.float32(-3e38)
+_LOW = np.float32(-np.inf)  # where no score is above it, the softmax is NaN, as it should be
 _QUERIES = tiles.QUERIES
 
 

@@ -1,4 +1,4 @@
-"""How kernels are compiled: numba without fastmath, one thread pool, a cache of our own, and one lock for all of them.
+"""How kernels are compiled: numba without fastmath, one thread pool, a cache of our own.
 
 Without fastmath LLVM may neither reorder a sum nor fuse a product into it, nor assume that nothing is NaN: a kernel's
 bits are those of its source, whatever the CPU's vector width and however many threads share the work.
@@ -7,7 +7,7 @@ bits are those of its source, whatever the CPU's vector width and however many t
 import hashlib
 import logging
 import os
-import threading
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -18,15 +18,13 @@ from typing import Any
 import numba
 import torch
 
+from drumline.model import random_state
 from drumline.model.user_cache import cache_folder
 
 Kernel = Callable[..., Any]
 
-LOCK = threading.RLock()
-"""Held while a step's kernels run. Two schedulers in one process take turns: side by side they would spin against one
-another, and numba's own thread pool (used where there is no OpenMP) does not bear two callers at all."""
-
 _log = logging.getLogger("drumline")
+_MOST_VERSIONS = 4
 _config: Any = numba.config  # its attributes are set from the environment
 
 
@@ -41,17 +39,15 @@ def parallel_kernel(function: Kernel) -> Kernel:
 
 
 def inlined(function: Kernel) -> Kernel:
-    """A helper that becomes part of each kernel that calls it; Python cannot call it, which saves compiling a door."""
-    compiled: Kernel = numba.njit(
-        nogil=True, boundscheck=False, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True
-    )(function)
+    """A helper that becomes part of each kernel that calls it."""
+    compiled: Kernel = numba.njit(nogil=True, boundscheck=False, error_model="numpy")(function)
     return compiled
 
 
 def _compile(function: Kernel, parallel: bool) -> Kernel:
     with _cache_in(_machine_code_folder()) as cached:
         compiled: Kernel = numba.njit(
-            nogil=True, boundscheck=False, error_model="numpy", parallel=parallel, cache=cached, no_cfunc_wrapper=True
+            nogil=True, boundscheck=False, error_model="numpy", parallel=parallel, cache=cached
         )(function)
     return compiled
 
@@ -72,11 +68,12 @@ def _cache_in(folder: Path | None) -> Iterator[bool]:
 def _machine_code_folder() -> Path | None:
     """A folder for the sources as they are now: numba looks at a function's own file only, not at what it inlines."""
     sources = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    for source in (*sorted(Path(__file__).parent.glob("*.py")), Path(random_state.__file__)):
         sources.update(source.read_bytes())
     try:
         folder = cache_folder() / f"kernels-{sources.hexdigest()[:16]}"
         folder.mkdir(parents=True, exist_ok=True)
+        _prune(folder.parent)
     except OSError as error:
         _log.warning("kernels are compiled anew at each start: they cannot be kept (%s)", error)
         return None
@@ -84,6 +81,13 @@ def _machine_code_folder() -> Path | None:
         _log.warning("kernels are compiled anew at each start: %s cannot be written", folder)
         return None
     return folder
+
+
+def _prune(cache: Path) -> None:
+    """Keep the machine code of the last few versions: a folder of each is left behind by every upgrade."""
+    folders = sorted(cache.glob("kernels-*"), key=lambda folder: folder.stat().st_mtime, reverse=True)
+    for folder in folders[_MOST_VERSIONS:]:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def use_threads() -> int:

@@ -86,13 +86,17 @@ class Buffers(NamedTuple):
     mixed: Floats
     update: Floats
     up: Floats
+    last_hidden: Floats
+    """Of the tokens whose logits are wanted; `last_update` is what the last layer adds to them."""
+    last_update: Floats
     scratch: Floats
     staging: Codes
     scores: Floats
 
 
 class Work(NamedTuple):
-    """What the tokens of a step are: rows and positions int64 `[tokens]`, and attention's tasks."""
+    """What the tokens of a step are: rows and positions int64 `[tokens]`, attention's tasks and their `order`, longest
+    first."""
 
     rows: Whole
     positions: Whole

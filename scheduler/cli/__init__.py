@@ -9,16 +9,18 @@ from collections.abc import Sequence
 import typer
 
 from drumline.model.errors import DrumlineError
+from drumline.model.openmp import share_pool
 
 # How often an OpenMP thread that waits looks again before it sleeps. With the default, two threads on two cores that
 # another process shares wait for each other: a step of 16 rows took 404 ms beside one busy process, 216 ms with this
-# (104 against 109 ms when quiet). Read when torch is loaded, hence before the commands are imported.
+# (104 against 109 ms when quiet). Read when libgomp is loaded, hence set before the commands are imported.
 SPIN_COUNT = "1000"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command and exit: 0, or 1 where a comparison differs, or 2 after one clear line about what is wrong."""
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+    share_pool()
     # What it warns of reaches us as an exception, too, and that is the one line.
     logging.getLogger("drumline.mqtt.aiomqtt").setLevel(logging.ERROR)
     given = list(sys.argv[1:] if arguments is None else arguments)

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from drumline.scheduler.request import Choice, Chunk, Message, Request, Result
     from drumline.scheduler.scheduler import Scheduler
 
-share_pool()
-
 _HOMES = {
     "drumline.model.errors": (
         *("DeadlineExceeded", "DrumlineError", "EngineFailed", "InvalidRequest"),
@@ -65,6 +63,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name == "__version__":
         return import_module("drumline.scheduler.config").VERSION
+    share_pool()
     if name not in _HOME_OF:
         raise AttributeError(f"module 'drumline' has no attribute {name!r}")
     value = getattr(import_module(_HOME_OF[name]), name)

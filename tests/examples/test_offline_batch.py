@@ -36,7 +36,7 @@ def test_runs_more_prompts_than_rows(checkpoint: Path):
     assert (found["jobs"], found["prompt tokens"]) == ("6", "132")
     assert int(found["generated tokens"]) == sum(int(generated) for *_, generated in answers)
     assert 1 < float(found["rows live, mean"]) <= 4
-    assert 0 < float(found["padding"].rstrip("%")) < 100
+    assert 0 <= float(found["padding"].rstrip("%")) < 100
     assert float(found["tokens/s"]) > 0
 
 

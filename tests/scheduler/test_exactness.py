@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -120,3 +121,22 @@ class TestTheMeasureCanFail:
         report = compare(lone, together)
         assert report["bits_differ"] > 0
         assert 0 < report["max_logprob_difference"] < 1e-3
+
+
+class TestTheFingerprint:
+    async def test_it_is_of_all_that_bits_depend_on(self):
+        """Schedulers that owe each other the same answers agree; another model, precision, store, backend does not."""
+        model = tiny_model("llama", precision="int8")
+
+        async def of(model: LanguageModel, **settings: object) -> str:
+            async with Scheduler(model, **settings) as scheduler:
+                return scheduler.fingerprint
+
+        assert await of(model, rows=1) == await of(model, rows=3, step_tokens=32)
+        others = [
+            tiny_model("llama"),
+            tiny_model("llama", seed=1, precision="int8"),
+            replace(model, kv_dtype=torch.int8),
+        ]
+        prints = {await of(model), await of(model, backend="torch"), *[await of(other) for other in others]}
+        assert len(prints) == 5
