@@ -1,6 +1,6 @@
 """500 short chat requests, always the same ones, as `drumline verify` and `drumline bench` read them.
 
-    python benchmarks/chat500.py > chat500.jsonl
+    python -m benchmarks.chat500 > chat500.jsonl
     drumline verify chat500.jsonl --rows 1,2,3,7,16,32
 
 Conversations of one to five messages in a handful of styles; a third greedy, the others sampled in different ways, some
