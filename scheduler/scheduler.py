@@ -41,8 +41,9 @@ _log = logging.getLogger("drumline")
 class Scheduler:
     """Generates for many requests at once on one model.
 
-    Use it as `async with Scheduler(model, rows=16) as scheduler`; leaving the block cancels what still runs (call
-    `drain` first to finish it). All methods are called from the event loop that entered the block. Raises
+    Use it as `async with Scheduler(model, rows=16) as scheduler`; entering it loads the kernels of an exact backend
+    (the very first time they are compiled, which takes a minute), leaving it cancels what still runs (call `drain`
+    first to finish it). All methods are called from the event loop that entered the block. Raises
     `InvalidRequest` for a setting out of range, a backend that does not exist or is not exact where `require_exact`
     asks for it, a pool that does not fit the memory, or a `name` already used in `registry`. One that is never entered
     keeps its pool and its name until `close`.
@@ -102,6 +103,8 @@ class Scheduler:
     async def __aenter__(self) -> Self:
         if self._tasks or self._closed:
             raise SchedulerClosed("a scheduler can be entered once")
+        if self.backend.exact:
+            await asyncio.get_running_loop().run_in_executor(self._torch, self._runner.warm_up)
         self._tasks = [
             asyncio.create_task(self._run(), name=f"drumline-{self.config.name}-loop"),
             asyncio.create_task(watch_loop_lag(self.instruments.loop_lag), name=f"drumline-{self.config.name}-lag"),

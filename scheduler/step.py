@@ -12,7 +12,9 @@ from drumline.cache_pool.pool import CachePool
 from drumline.model.backends import Backend
 from drumline.model.batch import Segment, StepBatch
 from drumline.model.errors import EngineFailed
+from drumline.model.random_state import RandomState
 from drumline.model.sampling import Choice, RowChoice, choose_rows
+from drumline.model.sampling_params import SamplingParams
 from drumline.scheduler.plan import Portion
 from drumline.scheduler.request import TokenLogprob
 from drumline.scheduler.sequence import Sequence
@@ -69,6 +71,12 @@ class StepRunner:
 
     def __init__(self, backend: Backend, pool: CachePool) -> None:
         self._backend, self._pool = backend, pool
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compute and choose one token for nobody, while no row is taken: no request is to wait for compilers."""
+        output = self._backend.forward(StepBatch((Segment(0, 0, (0,), wants_logits=True),)), self._pool.kv)
+        choose_rows(output.logits.numpy(), [RowChoice(SamplingParams(), (0,), 1, RandomState(0))])
 
     @torch.inference_mode()
     def run(self, plan: list[Portion], sequences: Mapping[int, Sequence]) -> StepReport:

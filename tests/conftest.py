@@ -1,9 +1,18 @@
+import asyncio
+
 import pytest
 import torch
 
-from drumline import load_model
+from drumline import Request, load_model
 from drumline.model.language_model import LanguageModel
 from drumline.model.registry import packaged_model
+from tests.drive import generate
+from tests.tiny import tiny_model
+
+
+def pytest_sessionstart():
+    """Kernels are compiled before the first test: on a fresh machine that takes longer than a program's patience."""
+    asyncio.run(generate(tiny_model(precision="int8"), Request(prompt="a", max_tokens=1)))
 
 
 @pytest.fixture(scope="session")

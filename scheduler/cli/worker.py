@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from drumline.metrics.exporter import Exporter
 from drumline.model.errors import InvalidRequest
 from drumline.model.language_model import LanguageModel
+from drumline.scheduler.cli.options import progress_console
 from drumline.scheduler.config import VERSION
 from drumline.scheduler.mqtt.broker import EmbeddedBroker
 from drumline.scheduler.mqtt.connection import BrokerAddress, ProtocolLevel
@@ -63,7 +64,8 @@ async def run_worker(model: LanguageModel, settings: WorkerSettings) -> AsyncIte
         scheduler = Scheduler(
             model, rows=settings.rows, step_tokens=settings.step_tokens, backend=settings.backend, name=settings.name
         )
-        await stack.enter_async_context(scheduler)
+        with progress_console.status("starting (the first time, kernels are compiled for this CPU)"):
+            await stack.enter_async_context(scheduler)
         gateway = Gateway(
             scheduler,
             address,
