@@ -52,7 +52,7 @@ def test_int8_is_exact_with_float32_activations_and_bfloat16_keys_and_values(fol
 
 
 def test_auto_is_int8_where_its_products_are_exact(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "choose_product", products.OneDnnProduct)
+    monkeypatch.setattr(products, "choose_product", products.PanelProduct)
     model = load_model(folder)
     assert (model.precision, model.exact) == ("int8", True)
 

@@ -61,7 +61,7 @@ def no_exact_product(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_auto_is_int8_where_a_product_is_exact(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(products, "choose_product", products.OneDnnProduct)
+    monkeypatch.setattr(products, "choose_product", products.PanelProduct)
     assert number_formats("auto", None, CPU) == number_formats("int8", None, CPU)
     assert number_formats("auto", "int8", CPU).kv_dtype == INT8
     assert not caplog.records
