@@ -1,6 +1,7 @@
 """The plots: throughput against rows, gaps between tokens against load, quality against precision."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,8 @@ def draw_open_loop(load: Mapping[str, Any], file: Path) -> Path:
     for name, style in (("p50", "-o"), ("p99", "--s")):
         gaps = [trial["inter_token_s"][name] * 1000 for trial in trials]
         axes.plot(rates, gaps, style, color=_COLOURS[OURS], label=f"gap between tokens, {name}")
-    first = [trial["ttft_s"]["p99"] * 1000 for trial in trials]
+    # None: the percentile falls on requests that had no first token when the trial ended. A line has a gap there.
+    first = [math.nan if trial["ttft_s"]["p99"] is None else trial["ttft_s"]["p99"] * 1000 for trial in trials]
     axes.plot(rates, first, ":^", color=_COLOURS["vllm"], label="time to first token, p99")
     axes.axhline(load["limit_s"] * 1000, color="grey", linewidth=0.8)
     axes.set_yscale("log")
