@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 from torch import Tensor
@@ -40,6 +41,22 @@ class StepBatch:
     def tokens(self) -> int:
         """Tokens in all segments."""
         return sum(segment.length for segment in self.segments)
+
+    def packed(self) -> tuple[list[int], list[int], list[int]]:
+        """Token id, row and position of each token, segment behind segment."""
+        ids: list[int] = []
+        rows: list[int] = []
+        positions: list[int] = []
+        for segment in self.segments:
+            ids.extend(segment.token_ids)
+            rows.extend([segment.row] * segment.length)
+            positions.extend(range(segment.position, segment.end))
+        return ids, rows, positions
+
+    def wanted(self) -> list[int]:
+        """Which of the packed tokens logits are wanted of."""
+        ends = accumulate(segment.length for segment in self.segments)
+        return [end - 1 for end, segment in zip(ends, self.segments, strict=True) if segment.wants_logits]
 
 
 @dataclass(frozen=True)

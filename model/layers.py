@@ -10,7 +10,7 @@ from torch.nn import functional
 from drumline.model.config import ModelConfig, RopeConfig
 from drumline.model.weights import LayerWeights, LinearWeight, QuantisedWeight
 
-_EXACT_IN_FLOAT32 = 1_024
+EXACT_IN_FLOAT32 = 1_024
 """So many products of two numbers of magnitude ≤ 127 sum to less than 2²⁴: every partial sum is exact in float32."""
 
 
@@ -89,7 +89,7 @@ def _integer_product(left: Tensor, codes: Tensor) -> Tensor:
     """`left · codesᵀ` of whole numbers of magnitude ≤ 127, exact, in the dtype of `left` (float32 rounds it once)."""
     if left.dtype == torch.float64:
         return left @ codes.t().double()
-    blocks = torch.split(left, _EXACT_IN_FLOAT32, -1), torch.split(codes, _EXACT_IN_FLOAT32, -1)
+    blocks = torch.split(left, EXACT_IN_FLOAT32, -1), torch.split(codes, EXACT_IN_FLOAT32, -1)
     products = [block @ block_codes.t().to(left.dtype) for block, block_codes in zip(*blocks, strict=True)]
     if len(products) == 1:
         return products[0]

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 from time import perf_counter
 from typing import Any
 
@@ -54,9 +53,7 @@ class CpuBackend:
     @torch.inference_mode()
     def forward(self, batch: StepBatch, kv: TiledKV) -> StepOutput:
         """One pass over all layers; each token attends to its own row up to itself."""
-        ends = list(accumulate(segment.length for segment in batch.segments))
-        wanted = [end - 1 for end, segment in zip(ends, batch.segments, strict=True) if segment.wants_logits]
-        logits = self.logits_at(batch, kv, wanted)
+        logits = self.logits_at(batch, kv, batch.wanted())
         cells = sum(s.length * (s.position + s.end + 1) // 2 for s in batch.segments)
         return StepOutput(torch.from_numpy(logits), real_cells=cells, padded_cells=cells)
 
@@ -113,13 +110,7 @@ class CpuBackend:
 
     def _prepare(self, batch: StepBatch, buffers: Buffers) -> Work:
         """Embed the tokens, and list what each is and which tasks attention has."""
-        ids: list[int] = []
-        rows: list[int] = []
-        positions: list[int] = []
-        for segment in batch.segments:
-            ids.extend(segment.token_ids)
-            rows.extend([segment.row] * segment.length)
-            positions.extend(range(segment.position, segment.end))
+        ids, rows, positions = batch.packed()
         weights, width = self._model.weights, self._config.width
         hidden = buffers.hidden[: len(ids), :width]
         hidden[:] = weights.embedding.numpy()[ids]

@@ -19,11 +19,12 @@ from drumline.model.kernels.compile import use_threads
 from drumline.model.kernels.layers import Codes, Floats
 from drumline.model.kernels.product import pack_panels, product
 from drumline.model.kernels.store import padded
+from drumline.model.layers import EXACT_IN_FLOAT32
 from drumline.model.openmp import LOCK
 from drumline.model.weights import QuantisedWeight
 
-BLOCK = 1_024
-"""Inputs whose products float32 adds without rounding: 127² · 1,024 < 2^24."""
+BLOCK = EXACT_IN_FLOAT32
+"""Inputs of one float32 product."""
 _ROWS_TRIED = (1, 2, 3, 5, 7, 8, 16, 31, 33, 64)
 
 

@@ -69,7 +69,7 @@ class TorchBackend:
 
     def _forward(self, batch: StepBatch, kv: KVStore) -> PaddedOutput:
         config, weights = self._config, self._model.weights
-        ids, rows, positions = self._pack(batch)
+        ids, rows, positions = torch.tensor(batch.packed(), device=self._device)
         groups = self._groups(batch)
         masks = [self._additive_mask(group) for group in groups]
         hidden = weights.embedding[ids]
@@ -89,7 +89,7 @@ class TorchBackend:
             hidden = hidden + linear(mixed.flatten(-2), layer.output, layer.output_bias)
             normed = normalise(config, hidden, layer.mlp_norm, layer.mlp_norm_bias)
             hidden = hidden + feed_forward(config, layer, normed)
-        last = hidden[self._wanted(batch)]
+        last = hidden[torch.tensor(batch.wanted(), dtype=torch.int64, device=self._device)]
         last = normalise(config, last, weights.final_norm, weights.final_norm_bias)
         return PaddedOutput(
             linear(last, weights.head).float().cpu(),
@@ -97,26 +97,6 @@ class TorchBackend:
             padded_cells=sum(group.padded_cells for group in groups),
             groups=groups,
         )
-
-    def _pack(self, batch: StepBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Token ids, row and position of each packed token, int64 `[tokens]` each."""
-        ids: list[int] = []
-        rows: list[int] = []
-        positions: list[int] = []
-        for segment in batch.segments:
-            ids.extend(segment.token_ids)
-            rows.extend([segment.row] * segment.length)
-            positions.extend(range(segment.position, segment.end))
-        ids_t, rows_t, positions_t = torch.tensor([ids, rows, positions], device=self._device)
-        return ids_t, rows_t, positions_t
-
-    def _wanted(self, batch: StepBatch) -> Tensor:
-        last, end = [], 0
-        for segment in batch.segments:
-            end += segment.length
-            if segment.wants_logits:
-                last.append(end - 1)
-        return torch.tensor(last, dtype=torch.int64, device=self._device)
 
     def _groups(self, batch: StepBatch) -> tuple[PaddedRows, ...]:
         start = 0

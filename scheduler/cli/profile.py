@@ -47,7 +47,6 @@ class Sums:
 
     steps: int
     wall_s: float
-    step_s: float
     forward_s: float
     sample_s: float
     python_s: float
@@ -187,7 +186,6 @@ def _sums(scheduler: Scheduler) -> Sums:
     return Sums(
         steps=statistics.steps,
         wall_s=time.perf_counter(),
-        step_s=statistics.step_s,
         forward_s=statistics.forward_s,
         sample_s=statistics.sample_s,
         python_s=sum(seconds or 0.0 for seconds in python),
