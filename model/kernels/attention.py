@@ -19,69 +19,25 @@ _QUERIES = tiles.QUERIES
 
 
 @inlined
-def _score(queries, query, query_stride, keys, key, head_dim, scores, place, stride, vectors, count, values, value):
-    """Scores of `vectors` queries against `count` tiles of keys."""
-    size, t = head_dim * 16, 0
-    while t < count:
-        k, s, soon = key + t * size, place + t * 16, value + t * size
-        if vectors <= 3 and t + 2 <= count:
-            if vectors == 1:
-                tiles.score_1_wide(queries, query, query_stride, keys, k, head_dim, scores, s, stride, values, soon, 32)
-            elif vectors == 2:
-                tiles.score_2_wide(queries, query, query_stride, keys, k, head_dim, scores, s, stride, values, soon, 32)
-            else:
-                tiles.score_3_wide(queries, query, query_stride, keys, k, head_dim, scores, s, stride, values, soon, 32)
-            t += 2
-            continue
-        if vectors == 1:
-            tiles.score_1(queries, query, query_stride, keys, k, head_dim, scores, s, stride, values, soon, 16)
-        elif vectors == 2:
-            tiles.score_2(queries, query, query_stride, keys, k, head_dim, scores, s, stride, values, soon, 16)
-        elif vectors == 3:
-            tiles.score_3(queries, query, query_stride, keys, k, head_dim, scores, s, stride, values, soon, 16)
-        elif vectors == 4:
-            tiles.score_4(queries, query, query_stride, keys, k, head_dim, scores, s, stride, values, soon, 16)
-        elif vectors == 5:
-            tiles.score_5(queries, query, query_stride, keys, k, head_dim, scores, s, stride, values, soon, 16)
+def _sums(
+    queries, left, left_at, left_line, right, right_at, step, run, runs, steps, out, out_at, out_line, ahead, ahead_at,
+    ahead_step, ahead_wide_step, ahead_run,
+):  # fmt: skip
+    """out[q, 16 r + lane] = Σ_s left[q, s] · right[s, r, lane] for any number of runs: `attention_tiles`."""
+    r = 0
+    while r < runs:
+        x, y, soon = right_at + r * run, out_at + r * 16, ahead_at + r * ahead_run
+        if queries <= tiles.WIDE and r + 2 <= runs:
+            tiles.sums_wide(
+                queries, left, left_at, left_line, right, x, step, run, steps, out, y, out_line, ahead, soon,
+                ahead_wide_step,
+            )  # fmt: skip
+            r += 2
         else:
-            tiles.score_6(queries, query, query_stride, keys, k, head_dim, scores, s, stride, values, soon, 16)
-        t += 1
-
-
-@inlined
-def _mix(weights, weight, stride, values, value, width, count, out, place, vectors, keys, next_key):
-    """Weighted sums of the first `count` values of `width` (a multiple of 16) for `vectors` queries."""
-    d = 0
-    while d < width:
-        at, to = value + d, place + d
-        if vectors <= 3 and d + 32 <= width:
-            if vectors == 1:
-                tiles.mix_1_wide(
-                    weights, weight, stride, values, at, width, count, out, to, width, keys, next_key + d, width
-                )
-            elif vectors == 2:
-                tiles.mix_2_wide(
-                    weights, weight, stride, values, at, width, count, out, to, width, keys, next_key + d, width
-                )
-            else:
-                tiles.mix_3_wide(
-                    weights, weight, stride, values, at, width, count, out, to, width, keys, next_key + d, width
-                )
-            d += 32
-            continue
-        if vectors == 1:
-            tiles.mix_1(weights, weight, stride, values, at, width, count, out, to, width, keys, next_key + d, width)
-        elif vectors == 2:
-            tiles.mix_2(weights, weight, stride, values, at, width, count, out, to, width, keys, next_key + d, width)
-        elif vectors == 3:
-            tiles.mix_3(weights, weight, stride, values, at, width, count, out, to, width, keys, next_key + d, width)
-        elif vectors == 4:
-            tiles.mix_4(weights, weight, stride, values, at, width, count, out, to, width, keys, next_key + d, width)
-        elif vectors == 5:
-            tiles.mix_5(weights, weight, stride, values, at, width, count, out, to, width, keys, next_key + d, width)
-        else:
-            tiles.mix_6(weights, weight, stride, values, at, width, count, out, to, width, keys, next_key + d, width)
-        d += 16
+            tiles.sums(
+                queries, left, left_at, left_line, right, x, step, run, steps, out, y, out_line, ahead, soon, ahead_step
+            )
+            r += 1
 
 
 @inlined
@@ -129,8 +85,10 @@ def attend_block(
         most = position + 1 + (done + count - 1) // group
         end = (most + 15) // 16 * 16
         at = (first + done) * width
-        _score(queries, at, width, keys, key, head_dim, scratch, place, stride, count, end // 16,
-               values, value)  # fmt: skip
+        _sums(
+            count, queries, at, width, keys, key, 16, head_dim * 16, end // 16, head_dim, scratch, place, stride,
+            values, value, 16, 32, head_dim * 16,
+        )  # fmt: skip
         for i in range(count):
             visible = position + 1 + (done + i) // group
             if scaled:
@@ -140,7 +98,10 @@ def attend_block(
                 _scale(scratch, place + i * stride, value_scales, line * window, visible // 16 * 16)
                 for j in range(visible // 16 * 16, visible):
                     scratch[worker, i, j] *= value_scales[row, head, j]
-        _mix(scratch, place, stride, values, value, width, most, out, at, count, keys, next_key)
+        _sums(
+            count, scratch, place, stride, values, value, width, 16, width // 16, most, out, at, width, keys, next_key,
+            width, width, 16,
+        )  # fmt: skip
         for i in range(count):
             inverse = v.broadcast(scratch[worker, i, stride - 1])
             for d in range(at + i * width, at + (i + 1) * width, 16):
@@ -156,7 +117,8 @@ def attend(threads, tasks, order, head_dim, queries, keys, values, key_scales, v
     longest first, and workers take them in turn. `scratch` float32 [threads, 6, padded window + 16]: the last
     of a line keeps 1 / (the sum of its weights).
     """
-    for worker in prange(threads):
+    for share in prange(threads):
+        worker = np.int64(share)
         for index in range(worker, len(order), threads):
             task, following = order[index], order[min(index + threads, len(order) - 1)]
             attend_block(
@@ -190,9 +152,11 @@ def quantise_mixed_tokens(first, last, worker, mixed, head_dim, rotation, scratc
 def quantise_mixed(tokens, threads, mixed, head_dim, rotation, scratch, codes, scales):
     """`quantise_mixed_tokens` for all: `mixed` as `attend` leaves it → codes [tokens, padded query width]."""
     if threads == 1:
-        quantise_mixed_tokens(0, tokens, 0, mixed, head_dim, rotation, scratch, codes, scales)
+        zero = np.int64(0)
+        quantise_mixed_tokens(zero, tokens, zero, mixed, head_dim, rotation, scratch, codes, scales)
         return
-    for worker in prange(threads):
+    for share in prange(threads):
+        worker = np.int64(share)
         quantise_mixed_tokens(
             worker * tokens // threads, (worker + 1) * tokens // threads, worker, mixed, head_dim, rotation, scratch,
             codes, scales,

@@ -1,16 +1,19 @@
-"""The two inner loops of attention, for up to six query vectors of one K/V head at once, as LLVM code.
+"""The inner loop of attention, for up to six query vectors of one K/V head at once, as LLVM code.
 
-A score and an output each have one chain of fused multiply-adds, over head_dim and over keys in ascending order: how
-many vectors and tiles share the registers changes no bit.
+Scores and mixed values are the same sums: numbers of each query (of its vector; of its weights) times vectors that all
+of them share (a step through a tile of keys; the values of a token). Each has one chain of fused multiply-adds in
+ascending order: how many queries and runs share the registers changes no bit.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from drumline.model.kernels.functions import call_one_of
 from drumline.model.kernels.vectors import (
     F32,
     I8,
@@ -27,134 +30,80 @@ from drumline.model.kernels.vectors import (
 
 QUERIES = 6
 """Query vectors of one block: 6 of 16 lanes are 12 of AVX2's 16 registers."""
-_WIDE = 3
-"""Up to so many vectors, two tiles of keys (or two runs of 16 values) are taken at once."""
+WIDE = 3
+"""Up to so many queries, two runs of 16 lanes are taken at once."""
 
 
 def _at(value: int) -> Any:
     return ir.Constant(I64, value)
 
 
-def _loop(b: Any, count: Any, chains: int, body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
-    """`chains` vectors that start at zero and go through `body(step, chains)` `count` (≥ 1) times."""
-    before, loop, after = b.block, b.append_basic_block("step"), b.append_basic_block("stepped")
-    b.branch(loop)
-    b.position_at_end(loop)
-    step = b.phi(I64)
-    step.add_incoming(_at(0), before)
-    values = [b.phi(VF32) for _ in range(chains)]
-    changed = body(step, values)
-    for value, new in zip(values, changed, strict=True):
-        value.add_incoming(constant(0.0), before)
-        value.add_incoming(new, b.block)
-    following = b.add(step, _at(1))
-    step.add_incoming(following, b.block)
-    b.cbranch(b.icmp_signed("<", following, count), loop, after)
-    b.position_at_end(after)
-    return changed
+def _sums(most: int, runs: int) -> Any:
+    """An intrinsic: out[q, 16 r + lane] = Σ_s left[q, s] · right[s, r, lane] for 1 to `most` queries, `runs` runs.
 
-
-def _ask_ahead(context: Any, b: Any, kind: Any, ahead: Any, step: Any) -> None:
-    array, start, stride = ahead
-    request_line(b, address(context, b, kind, array, b.add(start, b.mul(step, stride)), I8))
-
-
-def _score_tiles(vectors: int, tiles: int) -> Any:
-    """An intrinsic: `vectors` queries against `tiles` tiles of 16 keys, into `scores` [vectors, stride].
-
-    Each step asks for `ahead_stride` more of `ahead`, which is read next: rows are too short for the CPU to guess it.
+    Lines of `left` and `out` lie `left_line` and `out_line` apart, steps and runs of `right` `step` and `run`. Each
+    step asks for `ahead_step` more of `ahead`, which is read next: rows are too short for the CPU to guess it.
     """
 
     @intrinsic
-    def score(
-        typing: Any, queries: Any, query: Any, query_stride: Any, keys: Any, key: Any, head_dim: Any,
-        scores: Any, place: Any, stride: Any, ahead: Any, ahead_start: Any, ahead_stride: Any,
+    def sums(
+        typing: Any, queries: Any, left: Any, left_at: Any, left_line: Any, right: Any, right_at: Any, step: Any,
+        run: Any, steps: Any, out: Any, out_at: Any, out_line: Any, ahead: Any, ahead_at: Any, ahead_step: Any,
     ) -> Any:  # fmt: skip
         def code(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-            queries_v, query_v, query_stride_v, keys_v, key_v, head_dim_v, scores_v, place_v, stride_v = arguments[:9]
-            kinds = signature.args
-            query_starts = [
-                address(context, b, kinds[0], queries_v, b.add(query_v, b.mul(query_stride_v, _at(i))), F32)
-                for i in range(vectors)
-            ]
-            tile_size = b.mul(head_dim_v, _at(LANES))
+            def start(array: int, element: ir.Type) -> Any:
+                return address(context, b, signature.args[array], arguments[array], arguments[array + 1], element)
 
-            def body(step: Any, sums: list[Any]) -> list[Any]:
-                _ask_ahead(context, b, kinds[9], arguments[9:], step)
-                line = b.add(key_v, b.mul(step, _at(LANES)))
-                tile_values = [
-                    from_stored(
-                        b, kinds[3].dtype,
-                        address(context, b, kinds[3], keys_v, b.add(line, b.mul(tile_size, _at(tile))), I8),
-                    )
-                    for tile in range(tiles)
-                ]  # fmt: skip
-                changed = []
-                for i in range(vectors):
-                    x = splat(b, b.load(b.gep(query_starts[i], [step]), align=4))
-                    changed += [fma(b, x, tile_values[tile], sums[i * tiles + tile]) for tile in range(tiles)]
-                return changed
-
-            sums = _loop(b, head_dim_v, vectors * tiles, body)
-            for i in range(vectors):
-                for tile in range(tiles):
-                    index = b.add(b.add(place_v, b.mul(stride_v, _at(i))), _at(tile * LANES))
-                    b.store(sums[i * tiles + tile], address(context, b, kinds[6], scores_v, index, VF32), align=4)
+            stored, coming = signature.args[4].dtype, signature.args[12].dtype
+            handed = (
+                start(1, F32), arguments[3], start(4, I8), _bytes(b, stored, arguments[6]),
+                _bytes(b, stored, arguments[7]), arguments[8], start(9, F32), arguments[11], start(12, I8),
+                _bytes(b, coming, arguments[14]),
+            )  # fmt: skip
+            bodies = {count: partial(_build, count, runs, stored) for count in range(1, most + 1)}
+            call_one_of(b, arguments[0], f"drumline_sums_{stored}_{runs}", bodies, handed)
             return context.get_dummy_value()
 
         i64 = types.int64
-        return types.void(queries, i64, i64, keys, i64, i64, scores, i64, i64, ahead, i64, i64), code
+        kinds = (i64, left, i64, i64, right, i64, i64, i64, i64, out, i64, i64, ahead, i64, i64)
+        return types.void(*kinds), code
 
-    return score
-
-
-def _mix_values(vectors: int, runs: int) -> Any:
-    """An intrinsic: sums of `count` values, weighted by `weights` [vectors, stride], 16 · `runs` dimensions of them."""
-
-    @intrinsic
-    def mix(
-        typing: Any, weights: Any, weight: Any, stride: Any, values: Any, value: Any, value_stride: Any, count: Any,
-        out: Any, place: Any, out_stride: Any, ahead: Any, ahead_start: Any, ahead_stride: Any,
-    ) -> Any:  # fmt: skip
-        def code(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-            weights_v, weight_v, stride_v, values_v, value_v, value_stride_v, count_v, out_v, place_v, out_stride_v = (
-                arguments[:10]
-            )
-            kinds = signature.args
-            weight_starts = [
-                address(context, b, kinds[0], weights_v, b.add(weight_v, b.mul(stride_v, _at(i))), F32)
-                for i in range(vectors)
-            ]
-
-            def body(step: Any, sums: list[Any]) -> list[Any]:
-                _ask_ahead(context, b, kinds[10], arguments[10:], step)
-                line = b.add(value_v, b.mul(step, value_stride_v))
-                loaded = [
-                    from_stored(
-                        b, kinds[3].dtype, address(context, b, kinds[3], values_v, b.add(line, _at(run * LANES)), I8)
-                    )
-                    for run in range(runs)
-                ]
-                changed = []
-                for i in range(vectors):
-                    x = splat(b, b.load(b.gep(weight_starts[i], [step]), align=4))
-                    changed += [fma(b, x, loaded[run], sums[i * runs + run]) for run in range(runs)]
-                return changed
-
-            sums = _loop(b, count_v, vectors * runs, body)
-            for i in range(vectors):
-                for run in range(runs):
-                    index = b.add(b.add(place_v, b.mul(out_stride_v, _at(i))), _at(run * LANES))
-                    b.store(sums[i * runs + run], address(context, b, kinds[7], out_v, index, VF32), align=4)
-            return context.get_dummy_value()
-
-        i64 = types.int64
-        return types.void(weights, i64, i64, values, i64, i64, i64, out, i64, i64, ahead, i64, i64), code
-
-    return mix
+    return sums
 
 
-score_1, score_2, score_3, score_4, score_5, score_6 = (_score_tiles(n, 1) for n in range(1, QUERIES + 1))
-score_1_wide, score_2_wide, score_3_wide = (_score_tiles(n, 2) for n in range(1, _WIDE + 1))
-mix_1, mix_2, mix_3, mix_4, mix_5, mix_6 = (_mix_values(n, 1) for n in range(1, QUERIES + 1))
-mix_1_wide, mix_2_wide, mix_3_wide = (_mix_values(n, 2) for n in range(1, _WIDE + 1))
+def _bytes(b: Any, element: Any, count: Any) -> Any:
+    return b.mul(count, _at(element.bitwidth // 8))
+
+
+def _build(queries: int, runs: int, stored: types.Type, b: Any, arguments: Sequence[Any]) -> None:
+    """The function: pointers, and how far apart things lie (of `right` and `ahead` in bytes)."""
+    left, left_line, right, step, run, steps, out, out_line, ahead, ahead_step = arguments
+    lines = [b.gep(left, [b.mul(left_line, _at(query))]) for query in range(queries)]
+    before, loop, after = b.block, b.append_basic_block("step"), b.append_basic_block("stepped")
+    b.branch(loop)
+    b.position_at_end(loop)
+    done, here, soon = b.phi(I64), b.phi(right.type), b.phi(ahead.type)
+    chains = [[b.phi(VF32) for _ in range(runs)] for _ in range(queries)]
+    request_line(b, soon)
+    shared = [from_stored(b, stored, b.gep(here, [b.mul(run, _at(r))])) for r in range(runs)]
+    results = []
+    for line, chain in zip(lines, chains, strict=True):
+        x = splat(b, b.load(b.gep(line, [done]), align=4))
+        results.append([fma(b, x, vector, value) for vector, value in zip(shared, chain, strict=True)])
+    following = b.add(done, _at(1))
+    carried = [(done, _at(0), following), (here, right, b.gep(here, [step])), (soon, ahead, b.gep(soon, [ahead_step]))]
+    for chain, result in zip(chains, results, strict=True):
+        carried += [(value, constant(0.0), then) for value, then in zip(chain, result, strict=True)]
+    for value, first, then in carried:
+        value.add_incoming(first, before)
+        value.add_incoming(then, loop)
+    b.cbranch(b.icmp_signed("<", following, steps), loop, after)
+    b.position_at_end(after)
+    for query, result in enumerate(results):
+        for r, value in enumerate(result):
+            index = b.add(b.mul(out_line, _at(query)), _at(r * LANES))
+            b.store(value, b.bitcast(b.gep(out, [index]), VF32.as_pointer()), align=4)
+
+
+sums = _sums(QUERIES, 1)
+sums_wide = _sums(WIDE, 2)

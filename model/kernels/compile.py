@@ -39,7 +39,11 @@ def parallel_kernel(function: Kernel) -> Kernel:
 
 
 def inlined(function: Kernel) -> Kernel:
-    """A helper that becomes part of each kernel that calls it."""
+    """A helper that becomes part of each kernel that calls it.
+
+    numba compiles a copy for each type of argument, and a literal or `prange`'s unsigned index is a type of its own:
+    hand it `np.int64(0)`.
+    """
     compiled: Kernel = numba.njit(nogil=True, boundscheck=False, error_model="numpy")(function)
     return compiled
 

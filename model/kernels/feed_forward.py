@@ -31,11 +31,13 @@ def feed_tokens(
 def feed(tokens, threads, up, bias, width, gated, activation, multiplier, rotation, scratch, codes, scales):
     """`feed_tokens` for all tokens: `up` float32 [tokens, gate | up, padded] → codes [tokens, padded ffn width]."""
     if threads == 1:
+        zero = np.int64(0)
         feed_tokens(
-            0, tokens, 0, up, bias, width, gated, activation, multiplier, rotation, scratch, codes, scales
+            zero, tokens, zero, up, bias, width, gated, activation, multiplier, rotation, scratch, codes, scales
         )  # fmt: skip
         return
-    for worker in prange(threads):
+    for share in prange(threads):
+        worker = np.int64(share)
         feed_tokens(
             worker * tokens // threads, (worker + 1) * tokens // threads, worker, up, bias, width, gated, activation,
             multiplier, rotation, scratch, codes, scales,

@@ -145,8 +145,8 @@ def run_layers(tokens, threads, shape, vectors, panels, buffers, work, store):
         quantise_mixed(tokens, few, b.mixed, s.head_dim, s.output_rotation, b.scratch, b.mixed_codes, b.scales)
         product(tokens, b.mixed_codes, b.scales, p.output[layer], p.output_scales[layer], b.update)
         normalise(
-            tokens, few, True, b.hidden, b.update, v.output_bias[layer], v.mlp_norm[layer], v.mlp_norm_bias[layer],
-            s.eps, s.width, s.centred, s.up_rotation, b.scratch, b.codes, b.scales,
+            tokens, few, np.bool_(True), b.hidden, b.update, v.output_bias[layer], v.mlp_norm[layer],
+            v.mlp_norm_bias[layer], s.eps, s.width, s.centred, s.up_rotation, b.scratch, b.codes, b.scales,
         )  # fmt: skip
         product(tokens, b.codes, b.scales, p.up[layer], p.up_scales[layer], b.up)
         feed(

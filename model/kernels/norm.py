@@ -71,12 +71,14 @@ def normalise(
     and `scales` [tokens] are what the next product takes. What stands in padding columns is never read.
     """
     if threads == 1:
+        zero = np.int64(0)
         normalise_tokens(
-            0, tokens, 0, updated, hidden, update, update_bias, weight, bias, eps, width, centred, rotation, scratch,
-            codes, scales,
+            zero, tokens, zero, updated, hidden, update, update_bias, weight, bias, eps, width, centred, rotation,
+            scratch, codes, scales,
         )  # fmt: skip
         return
-    for worker in prange(threads):
+    for share in prange(threads):
+        worker = np.int64(share)
         normalise_tokens(
             worker * tokens // threads, (worker + 1) * tokens // threads, worker, updated, hidden, update, update_bias,
             weight, bias, eps, width, centred, rotation, scratch, codes, scales,

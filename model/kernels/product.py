@@ -5,6 +5,8 @@ integer sums are the same in any order. Weights lie in panels of 16 outputs, `[o
 step down a panel takes two inputs of 16 outputs.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from drumline.model.kernels.compile import kernel, parallel_kernel
+from drumline.model.kernels.functions import call_one_of
 from drumline.model.kernels.vectors import F32, I8, I32, I64, address, request_line
 
 PANEL = 16
@@ -35,42 +38,53 @@ def _at(value: int) -> Any:
     return ir.Constant(I64, value)
 
 
-def _tile(rows: int) -> Any:
-    """An intrinsic: `rows` tokens from `token` on times one panel, into `out`, each output times its own scale."""
+@intrinsic
+def _tile(
+    typing: Any, rows: Any, codes: Any, token: Any, token_scales: Any, panels: Any, panel: Any, scales: Any, out: Any
+) -> Any:  # fmt: skip
+    """`rows` (1 to 6) tokens from `token` on times one panel, into `out`, each output times its own scale."""
 
-    @intrinsic
-    def tile(
-        typing: Any, codes: Any, token: Any, token_scales: Any, panels: Any, panel: Any, scales: Any, out: Any
-    ) -> Any:  # fmt: skip
-        def code(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-            codes_v, token_v, token_scales_v, panels_v, panel_v, scales_v, out_v = arguments
-            kinds = signature.args
-            inputs, outputs = (
-                b.extract_value(context.make_array(kind)(context, b, value).shape, 1)
-                for kind, value in ((kinds[0], codes_v), (kinds[6], out_v))
+    def code(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        rows_v, codes_v, token_v, token_scales_v, panels_v, panel_v, scales_v, out_v = arguments
+        kinds = signature.args
+        inputs, outputs = (
+            b.extract_value(context.make_array(kind)(context, b, value).shape, 1)
+            for kind, value in ((kinds[1], codes_v), (kinds[7], out_v))
+        )
+        column = b.mul(panel_v, _at(PANEL))
+        handed = (
+            b.sdiv(inputs, _at(2)),
+            outputs,
+            address(context, b, kinds[1], codes_v, b.mul(token_v, inputs), I32),
+            address(context, b, kinds[4], panels_v, b.mul(column, inputs), I8),
+            address(context, b, kinds[3], token_scales_v, token_v, F32),
+            address(context, b, kinds[6], scales_v, column, F32),
+            address(context, b, kinds[7], out_v, b.add(b.mul(token_v, outputs), column), F32),
+        )
+        bodies = {count: partial(_build_tile, count) for count in range(1, _ROWS + 1)}
+        call_one_of(b, rows_v, "drumline_product", bodies, handed)
+        return context.get_dummy_value()
+
+    i64 = types.int64
+    return types.void(i64, codes, i64, token_scales, panels, i64, scales, out), code
+
+
+def _build_tile(rows: int, b: Any, arguments: Sequence[Any]) -> None:
+    pairs, outputs, codes, weights, token_scales, scales, out = arguments
+    sums = _accumulate(b, rows, codes, weights, pairs)
+    scale_vectors = [_vector(b, scales, _at(half * _HALF)) for half in range(2)]
+    for row in range(rows):
+        token_scale = _spread(b, b.load(b.gep(token_scales, [_at(row)])), _FLOATS)
+        for half in range(2):
+            value = b.fmul(
+                b.fmul(b.sitofp(sums[row][half], _FLOATS), b.load(scale_vectors[half], align=4)), token_scale
             )
-            pairs = b.sdiv(inputs, _at(2))
-            code_row = address(context, b, kinds[0], codes_v, b.mul(token_v, inputs), I32)
-            panel_start = b.mul(panel_v, b.mul(inputs, _at(PANEL)))
-            weights = address(context, b, kinds[3], panels_v, panel_start, I8)
-            sums = _accumulate(b, rows, code_row, weights, pairs)
-            column = b.mul(panel_v, _at(PANEL))
-            scale_vectors = [
-                b.load(address(context, b, kinds[5], scales_v, b.add(column, _at(half * _HALF)), _FLOATS), align=4)
-                for half in range(2)
-            ]
-            for row in range(rows):
-                line = b.add(token_v, _at(row))
-                token_scale = _spread(b, b.load(address(context, b, kinds[2], token_scales_v, line, F32)), _FLOATS)
-                for half in range(2):
-                    value = b.fmul(b.fmul(b.sitofp(sums[row][half], _FLOATS), scale_vectors[half]), token_scale)
-                    place = b.add(b.mul(line, outputs), b.add(column, _at(half * _HALF)))
-                    b.store(value, address(context, b, kinds[6], out_v, place, _FLOATS), align=4)
-            return context.get_dummy_value()
+            place = b.add(b.mul(outputs, _at(row)), _at(half * _HALF))
+            b.store(value, _vector(b, out, place), align=4)
 
-        return types.void(codes, types.int64, token_scales, panels, types.int64, scales, out), code
 
-    return tile
+def _vector(b: Any, floats: Any, index: Any) -> Any:
+    return b.bitcast(b.gep(floats, [index]), _FLOATS.as_pointer())
 
 
 def _spread(b: Any, x: Any, kind: Any) -> Any:
@@ -80,10 +94,11 @@ def _spread(b: Any, x: Any, kind: Any) -> Any:
     return b.shuffle_vector(first, undefined, ir.Constant(_SUMS, [0] * _HALF))
 
 
-def _accumulate(b: Any, rows: int, code_row: Any, weights: Any, pairs: Any) -> list[list[Any]]:
+def _accumulate(b: Any, rows: int, codes: Any, weights: Any, pairs: Any) -> list[list[Any]]:
     """The loop down a panel: int32 sums of `rows` tokens, two vectors of 8 outputs each."""
     signature = ir.FunctionType(_SUMS, [_PAIRS, _PAIRS])
     multiply_pairs = cgutils.get_or_insert_function(b.module, signature, "llvm.x86.avx2.pmadd.wd")
+    lines = [b.gep(codes, [b.mul(pairs, _at(row))]) for row in range(rows)]
     before, loop, after = b.block, b.append_basic_block("inputs"), b.append_basic_block("summed")
     b.branch(loop)
     b.position_at_end(loop)
@@ -98,10 +113,9 @@ def _accumulate(b: Any, rows: int, code_row: Any, weights: Any, pairs: Any) -> l
     if rows <= _FEW:
         request_line(b, b.gep(line, [_at(_AHEAD)]))
     for row in range(rows):
-        pair = b.load(b.gep(code_row, [b.add(b.mul(pairs, _at(row)), step)]), align=2)
-        codes = b.bitcast(_spread(b, pair, _SUMS), _PAIRS)
+        pair = b.bitcast(_spread(b, b.load(b.gep(lines[row], [step]), align=2), _SUMS), _PAIRS)
         for half in range(2):
-            new = b.add(sums[row][half], b.call(multiply_pairs, [halves[half], codes]))
+            new = b.add(sums[row][half], b.call(multiply_pairs, [halves[half], pair]))
             sums[row][half].add_incoming(ir.Constant(_SUMS, [0] * _HALF), before)
             sums[row][half].add_incoming(new, loop)
             sums[row][half] = new
@@ -112,9 +126,6 @@ def _accumulate(b: Any, rows: int, code_row: Any, weights: Any, pairs: Any) -> l
     return sums
 
 
-_tile_1, _tile_2, _tile_3, _tile_4, _tile_5, _tile_6 = (_tile(rows) for rows in range(1, _ROWS + 1))
-
-
 @parallel_kernel
 def product(tokens, codes, token_scales, panels, scales, out):
     """out[t, n] = float32(Σ_k codes[t, k] · weights[n, k]) · scales[n] · token_scales[t] for the first `tokens` tokens.
@@ -123,21 +134,8 @@ def product(tokens, codes, token_scales, panels, scales, out):
     are even, outputs a multiple of 16. A panel stays in the first cache while all tokens pass by.
     """
     for panel in prange(out.shape[1] // PANEL):
-        t = 0
-        while t + 6 <= tokens:
-            _tile_6(codes, t, token_scales, panels, panel, scales, out)
-            t += 6
-        rest = tokens - t
-        if rest == 1:
-            _tile_1(codes, t, token_scales, panels, panel, scales, out)
-        elif rest == 2:
-            _tile_2(codes, t, token_scales, panels, panel, scales, out)
-        elif rest == 3:
-            _tile_3(codes, t, token_scales, panels, panel, scales, out)
-        elif rest == 4:
-            _tile_4(codes, t, token_scales, panels, panel, scales, out)
-        elif rest == 5:
-            _tile_5(codes, t, token_scales, panels, panel, scales, out)
+        for t in range(0, tokens, _ROWS):
+            _tile(min(_ROWS, tokens - t), codes, t, token_scales, panels, panel, scales, out)
 
 
 @kernel

@@ -89,7 +89,8 @@ def write_tokens(
             for d in range(head_dim):
                 keys[row, head, tile, d, lane] = staging[worker, d]
             column += kv_heads * head_dim
-            _head(t, qkv, bias, column, scratch, worker, head_dim, False, key_norm, eps, False, cosine, sine, position)
+            _head(t, qkv, bias, column, scratch, worker, head_dim, np.bool_(False), key_norm, eps, np.bool_(False),
+                  cosine, sine, position)  # fmt: skip
             step = _keep(scratch, worker, padded, staging, scaled)
             if scaled:
                 value_scales[row, head, position] = step
@@ -104,12 +105,15 @@ def write(
 ):  # fmt: skip
     """`write_tokens` for all tokens. `qkv` float32 [tokens, padded]; `queries` [kv_heads, tokens, group, padded]."""
     if threads == 1:
+        zero = np.int64(0)
         write_tokens(
-            0, tokens, 0, qkv, bias, heads, kv_heads, head_dim, query_scale, query_norm, key_norm, eps, normed, rotary,
-            cosine, sine, rows, positions, scratch, staging, queries, keys, values, key_scales, value_scales, scaled,
+            zero, tokens, zero, qkv, bias, heads, kv_heads, head_dim, query_scale, query_norm, key_norm, eps, normed,
+            rotary, cosine, sine, rows, positions, scratch, staging, queries, keys, values, key_scales, value_scales,
+            scaled,
         )  # fmt: skip
         return
-    for worker in prange(threads):
+    for share in prange(threads):
+        worker = np.int64(share)
         write_tokens(
             worker * tokens // threads, (worker + 1) * tokens // threads, worker, qkv, bias, heads, kv_heads, head_dim,
             query_scale, query_norm, key_norm, eps, normed, rotary, cosine, sine, rows, positions, scratch, staging,

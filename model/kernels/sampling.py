@@ -263,7 +263,8 @@ def finish_rows(threads, logits, vocab, rows, ids, values, replaced, top_ids, to
     - `scratch`: that of `make_scratch(threads, vocab, best)`, best ≥ 256 and ≥ the largest `logprobs`
     """
     stand_apart()
-    for thread in prange(threads):
+    for share in prange(threads):
+        thread = np.int64(share)
         own = of_thread(scratch, thread)
         for i in range(thread, len(rows), threads):
             _finish_row(i, logits, vocab, rows, ids, values, replaced, top_ids, top_values, own)
