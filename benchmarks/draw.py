@@ -9,10 +9,16 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.peers.specs import OURS
+from benchmarks.peers.specs import NO_DRAFTS, OURS
 from benchmarks.results import spread
 
-_COLOURS = {OURS: "#c2185b", "vllm": "#1976d2", "llama-server": "#388e3c", "transformers": "#f57c00"}
+_COLOURS = {
+    OURS: "#c2185b",
+    NO_DRAFTS: "#f48fb1",
+    "vllm": "#1976d2",
+    "llama-server": "#388e3c",
+    "transformers": "#f57c00",
+}
 
 
 def draw_all(results: Mapping[str, Any], quality: Path, folder: Path) -> list[Path]:

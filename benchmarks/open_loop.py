@@ -18,8 +18,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from benchmarks.peers.base import CHAT, SamplingName, Work
 from benchmarks.peers.specs import OurSettings
 from benchmarks.peers.worker import ROOT
@@ -160,8 +158,9 @@ async def _read(job: "GenerationJob", first: asyncio.Future[None]) -> None:
 
 
 def _served(lateness: float, result: Any) -> Served:
-    times = result.choices[0].token_times_s
-    return Served(lateness + times[0] if times else math.inf, tuple(float(gap) for gap in np.diff(times)))
+    (choice,) = result.choices
+    times = choice.token_times_s
+    return Served(lateness + times[0] if times else math.inf, tuple(choice.gaps_s))
 
 
 async def _serve(model: "LanguageModel", rate: float, count: int, options: argparse.Namespace) -> Trial:

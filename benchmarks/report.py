@@ -2,7 +2,7 @@
 
 from rich.table import Table
 
-from benchmarks.peers.specs import OURS
+from benchmarks.peers.specs import NO_DRAFTS, OURS
 from benchmarks.results import Results, Spread, spread
 
 
@@ -25,7 +25,8 @@ def make_table(results: Results) -> Table:
     for kind in results.data["start"]:
         seconds = spread(results.starts(kind))
         shown = f"{seconds.median:.1f} s ({seconds.low:.1f}–{seconds.high:.1f}, {seconds.runs})"
-        ready = [f"{results.engine(other)['ready_s']:.1f} s" if kind == "warm" else "" for other in others]
+        warm = kind == "warm"
+        ready = [f"{results.engine(o)['ready_s']:.1f} s" if warm and o != NO_DRAFTS else "" for o in others]
         table.add_row(f"start to ready, {kind} cache", shown, *ready)
     load = results.data["open_loop"]
     if load is not None:

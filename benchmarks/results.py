@@ -85,7 +85,7 @@ class Results:
         return spread([run["tokens_per_s"] for run in found]) if found else None
 
     def started(self, kind: str, seconds: float) -> None:
-        """Note one start of ours, `warm` or `cold`."""
+        """Note one start of ours, by the state of its caches."""
         self.data["start"].setdefault(kind, []).append(seconds)
         self.save()
 

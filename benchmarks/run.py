@@ -6,12 +6,14 @@ where it was when the same command is given again.
 
 import argparse
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from benchmarks.peers.base import Peer, PeerFailed, Work, read_work
 from benchmarks.peers.hugging_face import hugging_face_folder
 from benchmarks.peers.specs import (
     DTYPES,
+    NO_DRAFTS,
     OURS,
     OurSettings,
     Spec,
@@ -37,11 +40,13 @@ from benchmarks.peers.specs import (
 from benchmarks.report import engine_lines, make_table
 from benchmarks.results import Results
 from drumline.model.registry import packaged_model
+from drumline.scheduler.speculation import most_drafts
 
 HERE = Path(__file__).parent
 START, OPEN_LOOP = "start", "open-loop"
 RUN_TIMEOUT_S = 600.0
-STARTS = ("warm", "cold")
+STARTS = ("warm", "unpacked", "cold")
+"""What the cache folder holds: all; kernels, but no packed weights; nothing."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -65,6 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     wanted = [measure for measure in measures if chosen(measure.name)]
     bench.measure(Spec(OURS, lambda _: start_ours(sys.executable, ours, scratch / "drumline.log")), wanted)
+    few = [measure for measure in wanted if most_drafts(measure.rows, ours.draft_tokens) and measure.unit != "prompt"]
+    plain = replace(ours, draft_tokens=0)
+    bench.measure(Spec(NO_DRAFTS, lambda _: start_ours(sys.executable, plain, scratch / "plain.log")), few)
     if chosen(START):
         bench.measure_starts(lambda folder: start_ours(sys.executable, ours, scratch / "start.log", folder))
     for spec in _peers(options, ours, results, scratch):
@@ -113,14 +121,16 @@ class Bench:
             self.say(f"{spec.name} failed: {error}")
 
     def measure_starts(self, start: Callable[[dict[str, str]], Peer]) -> None:
-        """From starting a process to its first token, with an empty cache folder and with one that was filled."""
+        """From starting a process to its first token, for each state of the cache folder."""
         with tempfile.TemporaryDirectory() as filled:
             for kind in STARTS:
                 for _ in range(self._repeats - len(self.results.starts(kind))):
-                    if kind == "warm" and not any(Path(filled).iterdir()):
+                    if kind != "cold" and not any(Path(filled).iterdir()):
                         self._start(start, filled)
+                    if kind == "unpacked":
+                        shutil.rmtree(Path(filled) / "packed", ignore_errors=True)  # no int8: nothing was packed
                     with tempfile.TemporaryDirectory() as empty:
-                        seconds = self._start(start, filled if kind == "warm" else empty)
+                        seconds = self._start(start, empty if kind == "cold" else filled)
                     self.results.started(kind, seconds)
                     self.say(f"{OURS}: start to ready, {kind} cache: {seconds:.1f} s")
 
@@ -150,7 +160,7 @@ class Bench:
         """Whether a run is due: repeats end early for other engines once the limit of seconds is used up."""
         runs = self.results.runs(engine, measure.name)
         used = sum(run["wall_s"] for run in runs)
-        return len(runs) < self._repeats and (engine == OURS or not runs or used < self._limit_s)
+        return len(runs) < self._repeats and (engine in (OURS, NO_DRAFTS) or not runs or used < self._limit_s)
 
     def _open(self, spec: Spec) -> Peer:
         """The engine in the faster of its dtypes, by a short trial of each, which is remembered."""
@@ -210,6 +220,7 @@ def _open_results(options: argparse.Namespace, ours: OurSettings) -> Results:
         "precision": ours.precision,
         "backend": ours.backend,
         "step_tokens": ours.step_tokens,
+        "draft_tokens": ours.draft_tokens,
     }
     try:
         return Results(options.results / f"{options.name}.json", settings, describe_machine(), options.fresh)

@@ -1,5 +1,6 @@
 """The rows: who is alive, how far each has come, why it stopped, and its random state."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -76,16 +77,26 @@ class CachePool:
         """Tokens known but not yet cached: the rest of a prompt, or the newest token."""
         return len(self._ids[row]) - int(self.origin[row]) - int(self.position[row])
 
-    def segment(self, row: int, length: int) -> Segment:
-        """The next `length` tokens of a row as work for a step; logits are wanted once it reaches the newest id."""
+    def segment(self, row: int, length: int, drafts: Sequence[int] = ()) -> Segment:
+        """The next `length` tokens of a row as work for a step; logits are wanted once it reaches the newest id.
+
+        `drafts` may follow the newest id: logits are wanted of each of them too.
+        """
         position = int(self.position[row])
         start = int(self.origin[row]) + position
         ids = self._ids[row][start : start + length]
-        return Segment(row, position, ids, wants_logits=start + length == len(self._ids[row]))
+        newest = start + length == len(self._ids[row])
+        if drafts and not (newest and position + length + len(drafts) <= self.window):
+            raise ValueError(f"row {row}: {len(drafts)} drafts must follow its newest id within the window")
+        return Segment(row, position, [*ids, *drafts], wanted=1 + len(drafts) if newest else 0)
 
     def ids(self, row: int) -> list[int]:
         """Every id of a row, prompt and generated, also those that slid out of the window. Not to be changed."""
         return self._ids[row]
+
+    def room(self, row: int) -> int:
+        """Tokens that may follow a row's newest id within the window."""
+        return self.window - (len(self._ids[row]) - int(self.origin[row]))
 
     def advance(self, row: int, length: int) -> None:
         """Count `length` more tokens as cached."""

@@ -57,6 +57,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "rejected_total": ("Requests refused, by reason.", ("reason",)),
     "prompt_tokens_total": ("Prompt tokens computed by the model or reused from the cache.", ("source",)),
     "generated_tokens_total": ("Tokens generated.", ()),
+    "draft_tokens_total": ("Tokens drafted for rows that run nearly alone, by what became of them.", ("outcome",)),
     "steps_total": ("Steps of the engine.", ()),
     "preemptions_total": ("Rows taken from a running request.", ()),
     "window_recomputes_total": ("Recomputes of a full window.", ()),
@@ -65,7 +66,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
 HISTOGRAMS: dict[str, tuple[str, tuple[str, ...], tuple[float, ...]]] = {
     "queue_seconds": ("Time from submit to a row.", (), DURATION_BUCKETS),
     "time_to_first_token_seconds": ("Time from submit to the first token.", (), DURATION_BUCKETS),
-    "inter_token_seconds": ("Time between two tokens of one row.", (), LATENCY_BUCKETS),
+    "inter_token_seconds": ("Time between tokens of one row; those of one step come together.", (), LATENCY_BUCKETS),
     "request_seconds": ("Time from submit to the end.", (), DURATION_BUCKETS),
     "step_seconds": ("Time of one step, by phase.", ("phase",), LATENCY_BUCKETS),
     "step_rows": ("Rows in one step.", (), ROW_BUCKETS),
@@ -204,6 +205,7 @@ class Instruments:
         self._computed = child(counters["prompt_tokens_total"], "computed")
         self._reused = child(counters["prompt_tokens_total"], "reused")
         self._generated = child(counters["generated_tokens_total"])
+        self._drafts = {outcome: child(counters["draft_tokens_total"], outcome) for outcome in ("accepted", "rejected")}
         self._steps = child(counters["steps_total"])
         self._preemptions = child(counters["preemptions_total"])
         self._recomputes = child(counters["window_recomputes_total"])
@@ -292,6 +294,11 @@ class Instruments:
     def generated(self, tokens: int) -> None:
         """This many tokens were chosen."""
         self._generated.inc(tokens)
+
+    def drafted(self, accepted: int, rejected: int) -> None:
+        """So many drafted tokens were what their rows chose, and so many were not."""
+        self._drafts["accepted"].inc(accepted)
+        self._drafts["rejected"].inc(rejected)
 
     def window_recomputed(self, times: int = 1) -> None:
         """A full window was recomputed from position zero, `times` times."""

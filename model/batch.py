@@ -15,7 +15,8 @@ class Segment:
     row: int
     position: int
     token_ids: Sequence[int]
-    wants_logits: bool
+    wanted: int
+    """Of how many of its last tokens logits are wanted."""
 
     @property
     def length(self) -> int:
@@ -30,9 +31,9 @@ class Segment:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The segments of one step, at most one a row. A decoding row is a segment of length 1.
+    """The segments of one step, at most one a row. A decoding row's is its newest token, and perhaps drafts behind it.
 
-    Logits come back one line for each segment that wants them (of its last token), in segment order.
+    Logits come back one line for each token that they are wanted of, in packing order.
     """
 
     segments: tuple[Segment, ...]
@@ -56,7 +57,8 @@ class StepBatch:
     def wanted(self) -> list[int]:
         """Which of the packed tokens logits are wanted of."""
         ends = accumulate(segment.length for segment in self.segments)
-        return [end - 1 for end, segment in zip(ends, self.segments, strict=True) if segment.wants_logits]
+        pairs = zip(ends, self.segments, strict=True)
+        return [token for end, segment in pairs for token in range(end - segment.wanted, end)]
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """Logits `[segments that want them, vocab]`, float32, on the CPU, and what attention had to look at.
+    """Logits `[tokens that they are wanted of, vocab]`, float32, on the CPU, and what attention had to look at.
 
     The logits are the backend's own memory: its next step may write over them. `real_cells` are the query-key pairs
     that the tokens' own rows hold, `padded_cells` those that were computed.

@@ -38,7 +38,7 @@ def exact_logits(model: LanguageModel, ids: Sequence[int], row: ExactRow, last: 
     end = row.length + len(ids)
     if not ids or end > model.window:
         raise ValueError(f"{len(ids)} ids at position {row.length} do not fit a window of 1 … {model.window} tokens")
-    batch = StepBatch((Segment(0, row.length, ids, wants_logits=True),))
+    batch = StepBatch((Segment(0, row.length, ids, wanted=1),))
     wanted = range(0 if last is None else len(ids) - last, len(ids))
     with LOCK:  # the backend and its logits are everybody's
         logits = _backend(model).logits_at(batch, row.store, wanted).copy()

@@ -29,10 +29,24 @@ class GgufFile:
     tensors: dict[str, StoredTensor]
 
 
+class _Reader(GGUFReader):
+    """Slices of a memory map carry its class along, which takes half of the time of a file with a vocabulary: read
+    plain ones."""
+
+    @property  # type: ignore[override]
+    def data(self) -> npt.NDArray[Any]:
+        """The file's bytes."""
+        return self._data
+
+    @data.setter
+    def data(self, mapped: npt.NDArray[Any]) -> None:
+        self._data = mapped.view(np.ndarray)
+
+
 def read_gguf(path: Path) -> GgufFile:
     """Open `path`; raises `ModelLoadError` for whatever is not a whole GGUF file."""
     try:
-        reader = GGUFReader(path)
+        reader = _Reader(path)
         metadata = {name: _value(field) for name, field in reader.fields.items()}
     except Exception as error:  # the library meets damage with whatever numpy and its own lookups raise
         raise ModelLoadError(

@@ -1,15 +1,31 @@
 """The scheduler's own settings, validated once."""
 
+from dataclasses import dataclass
 from importlib.metadata import version
 
 from pydantic import Field
 
 from drumline.model.validated import Validated
+from drumline.scheduler.speculation import TILE_TOKENS
 
 VERSION = version("drumline")
 
 MIN_PROMPT_TOKENS = 16
 """Prompt tokens a step takes even when decoding rows use up its budget, so that no prompt starves."""
+
+
+DRAFT_TOKENS = TILE_TOKENS - 1
+"""The most drafts of a row, and the default."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How a scheduler steps, as the commands and benchmarks choose it: arguments of `Scheduler`."""
+
+    rows: int = 16
+    step_tokens: int = 256
+    backend: str | None = None
+    draft_tokens: int = DRAFT_TOKENS
 
 
 class SchedulerConfig(Validated):
@@ -23,4 +39,6 @@ class SchedulerConfig(Validated):
     backend: str | None
     """None: the exact backend where the model has one, else torch's."""
     require_exact: bool
+    draft_tokens: int = Field(ge=0, le=DRAFT_TOKENS)
+    """The most tokens drafted ahead for a row in one step; 0: none."""
     name: str = Field(min_length=1, max_length=64)

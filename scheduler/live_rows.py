@@ -5,15 +5,16 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Several
+from dataclasses import replace
+from itertools import takewhile
 
 from drumline.cache_pool.pool import CachePool
 from drumline.metrics.instruments import Instruments
-from drumline.model.batch import StepRecord
 from drumline.model.stop_reason import StopReason
-from drumline.scheduler.plan import Backlog
+from drumline.scheduler.plan import Backlog, Portion
 from drumline.scheduler.queue import RequestQueue
-from drumline.scheduler.request import TokenLogprob
 from drumline.scheduler.sequence import Sequence
+from drumline.scheduler.speculation import most_drafts
 from drumline.scheduler.step import RowOutcome
 
 _log = logging.getLogger("drumline")
@@ -69,25 +70,62 @@ class LiveRows:
                 self.retire(row, reason)
         self._preempt([row for row, sequence in self.by_row.items() if sequence.job.preempt_requested])
 
-    def commit(self, outcomes: Several[RowOutcome]) -> None:
-        """Count what a step computed, apply the stop rules row by row, and send the new text."""
+    def with_drafts(self, plan: list[Portion], limit: int) -> list[Portion]:
+        """The plan with at most `limit` drafts for each row, where they are few and no prompt is among them."""
+        most = most_drafts(len(plan), limit)
+        if most == 0 or any(self.by_row[portion.row].prefilling for portion in plan):
+            return plan
+        return [replace(portion, drafts=self._drafts(portion.row, most)) for portion in plan]
+
+    def _drafts(self, row: int, most: int) -> tuple[int, ...]:
+        sequence = self.by_row[row]
+        if sequence.request.processors:  # they may count their calls
+            return ()
+        most = min(most, self._pool.room(row), sequence.rules.budget - len(sequence.token_ids) - 1)
+        drafts = sequence.lookup.drafts(self._pool.ids(row), most)
+        return tuple(takewhile(sequence.rules.goes_on, drafts))  # a row that ends with a token never feeds it
+
+    def commit(self, outcomes: Several[RowOutcome]) -> int:
+        """Count what a step computed, apply the stop rules row by row, and send the new text; returns how many tokens
+        were generated."""
         now = self._clock()
+        generated = 0
         gaps: Counter[float] = Counter()  # rows that decode together share theirs
         for outcome in outcomes:
-            segment = outcome.segment
-            sequence = self.by_row[segment.row]
-            record = StepRecord(segment.length, segment.position, segment.end)
-            sequence.computed(record, now, reached_newest=segment.wants_logits)
-            self._pool.advance(segment.row, segment.length)
-            if outcome.error is not None:
-                self.retire(segment.row, "error", outcome.error)
-            elif outcome.token_id is not None:
-                gap_s = sequence.timed(now)
-                if gap_s is not None:
-                    gaps[gap_s] += 1
-                self._accept(segment.row, sequence, outcome.token_id, outcome.logprob)
+            row = outcome.segment.row
+            sequence = self.by_row[row]
+            taken, reason, error = _accept(sequence, outcome)
+            rejected = outcome.rejected + len(outcome.choices) - taken
+            record = outcome.record(rejected)
+            sequence.computed(record, now, reached_newest=outcome.segment.wanted > 0)
+            self._pool.advance(row, record.cache_after - record.cache_before)
+            self._count_drafts(sequence, outcome.segment.wanted - 1, rejected)
+            gap_s = sequence.timed(now, taken)
+            if gap_s is not None:
+                gaps[gap_s] += 1
+            generated += taken
+            if reason is not None:
+                self.retire(row, reason, error)
+            elif taken:
+                self._append(row, sequence, [choice.token_id for choice in outcome.choices])
         for gap_s, rows in gaps.items():
             self._instruments.token_gaps(gap_s, rows)
+        return generated
+
+    def _append(self, row: int, sequence: Sequence, token_ids: list[int]) -> None:
+        """A row goes on with the tokens that it chose: they are its newest, and their text leaves."""
+        for token_id in token_ids:
+            if self._pool.append(row, token_id):
+                self.by_row[row] = self.by_row.pop(row)  # its recompute queues up behind the prompts that wait already
+                sequence.window_recomputes += 1
+                sequence.prefilling = True
+                self._instruments.window_recomputed()
+        self._send(sequence)
+
+    def _count_drafts(self, sequence: Sequence, drafted: int, rejected: int) -> None:
+        if drafted > 0:
+            sequence.lookup.told(drafted, drafted - rejected)
+            self._instruments.drafted(drafted - rejected, rejected)
 
     def retire(self, row: int, reason: StopReason, error: str | None = None) -> None:
         """End the sequence of a row and free the row."""
@@ -108,23 +146,6 @@ class LiveRows:
         for sequence in sequences:
             self._end(sequence, "error", error)
 
-    def _accept(self, row: int, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> None:
-        try:
-            reason = sequence.accept(token_id, logprob)
-        except Exception as error:  # a tokenizer that fails on an id fails for this row alone
-            _log.exception("a token could not be turned into text")
-            self.retire(row, "error", f"token {token_id} could not be turned into text: {type(error).__name__}")
-            return
-        if reason is not None:
-            self.retire(row, reason)
-            return
-        if self._pool.append(row, token_id):
-            self.by_row[row] = self.by_row.pop(row)  # its recompute queues up behind the prompts that wait already
-            sequence.window_recomputes += 1
-            sequence.prefilling = True
-            self._instruments.window_recomputed()
-        self._send(sequence)
-
     def _preempt(self, rows: list[int]) -> None:
         """Rows whose job gives way: their state goes back to the head of the queue, the oldest foremost."""
         for row in reversed(rows):
@@ -144,6 +165,19 @@ class LiveRows:
         chunk = sequence.take_chunk()
         if chunk is not None:
             sequence.job.stream_buffer.put(chunk)
+
+
+def _accept(sequence: Sequence, outcome: RowOutcome) -> tuple[int, StopReason | None, str | None]:
+    """How many of a step's choices the sequence took, and why it ends with the last of them."""
+    for taken, choice in enumerate(outcome.choices, start=1):
+        try:
+            reason = sequence.accept(choice)
+        except Exception as error:  # a tokenizer that fails on an id fails for this row alone
+            _log.exception("a token could not be turned into text")
+            return taken, "error", f"token {choice.token_id} could not be turned into text: {type(error).__name__}"
+        if reason is not None:
+            return taken, reason, None
+    return len(outcome.choices), None if outcome.error is None else "error", outcome.error
 
 
 def _deadline(sequence: Sequence) -> float:

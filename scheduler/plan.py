@@ -16,10 +16,11 @@ class Backlog:
 
 @dataclass(frozen=True)
 class Portion:
-    """How many tokens of a row the step takes."""
+    """How many tokens of a row the step takes, and what may follow them (`speculation.py`)."""
 
     row: int
     length: int
+    drafts: tuple[int, ...] = ()
 
 
 def plan_step(backlogs: Sequence[Backlog], step_tokens: int) -> list[Portion]:

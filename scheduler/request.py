@@ -1,6 +1,7 @@
 """What goes in and what comes out: frozen requests, snapshots of results. Progress lives in the scheduler, not here."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
@@ -111,7 +112,8 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts of a job. `evaluated_positions` went through the model; an uncached loop needs `uncached_positions`.
+    """Token counts of a job. `evaluated_positions` went through the model, wrong drafts among them; an uncached loop
+    needs `uncached_positions`.
 
     `window_filled_step` is the index of the generated token at which the window was first full, or None.
     """
@@ -126,7 +128,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds: waiting for a row; choice 0's passes over its prompt (and over windows that slid), and over single new
+    """Seconds: waiting for a row; choice 0's passes over its prompt (and over windows that slid), and over its new
     tokens; submit to first token; submit to end."""
 
     queued_s: float
@@ -146,9 +148,14 @@ class Choice:
     stop_reason: StopReason
     logprobs: tuple[TokenLogprob, ...] | None = None
     token_times_s: tuple[float, ...] = ()
-    """Seconds from submit at which each token was chosen."""
+    """Seconds from submit at which each token was chosen; drafts that were right share the time of their step."""
     steps: tuple[StepRecord, ...] = ()
     error: str | None = None
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Seconds that a reader waited between tokens; those of one step came together."""
+        return [later - earlier for earlier, later in pairwise(dict.fromkeys(self.token_times_s))]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from drumline.model.backends.fingerprint import fingerprint
 from drumline.model.errors import DrumlineError, EngineFailed, InvalidRequest, QueueFull, SchedulerClosed
 from drumline.model.language_model import LanguageModel
 from drumline.scheduler.admission import Admission, Admitted
-from drumline.scheduler.config import VERSION, SchedulerConfig
+from drumline.scheduler.config import DRAFT_TOKENS, VERSION, SchedulerConfig
 from drumline.scheduler.engine import Statistics
 from drumline.scheduler.job import GenerationJob
 from drumline.scheduler.live_rows import LiveRows
@@ -47,6 +47,8 @@ class Scheduler:
     `InvalidRequest` for a setting out of range, a backend that does not exist or is not exact where `require_exact`
     asks for it, a pool that does not fit the memory, or a `name` already used in `registry`. One that is never entered
     keeps its pool and its name until `close`.
+
+    `draft_tokens` is how many tokens an exact backend drafts ahead for a row that runs nearly alone; 0: none.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Scheduler:
         queue_tokens: int = 4_000_000,
         backend: str | None = None,
         require_exact: bool = False,
+        draft_tokens: int = DRAFT_TOKENS,
         registry: CollectorRegistry | None = None,
         name: str = "main",
         clock: Callable[[], float] = time.monotonic,
@@ -70,6 +73,7 @@ class Scheduler:
             queue_tokens=queue_tokens,
             backend=backend,
             require_exact=require_exact,
+            draft_tokens=draft_tokens,
             name=name,
         )
         self.model = model
@@ -80,6 +84,7 @@ class Scheduler:
             )
         self.registry = CollectorRegistry() if registry is None else registry
         self._clock = clock
+        self._draft_tokens = draft_tokens if self.backend.exact else 0  # elsewhere they would change roundings
         self._pool = CachePool(model, rows, make_kv(self.backend.name, model, rows))
         self._queue: RequestQueue[Sequence] = RequestQueue(queue_requests, queue_tokens)
         self._admission = Admission(model, rows)
@@ -294,6 +299,7 @@ class Scheduler:
         self._rows.sweep()
         self._rows.seat()
         plan = plan_step(self._rows.backlogs(), self.config.step_tokens)
+        plan = self._rows.with_drafts(plan, self._draft_tokens)
         self._room.set()
         self._publish_levels()
         if not plan:
@@ -302,14 +308,16 @@ class Scheduler:
         loop = asyncio.get_running_loop()
         report = await loop.run_in_executor(self._torch, self._runner.run, plan, dict(self._rows.by_row))
         stepped = time.perf_counter()
-        self._rows.commit(report.outcomes)
-        self._observe(report, planned - started, time.perf_counter() - stepped, time.perf_counter() - started)
+        generated = self._rows.commit(report.outcomes)
+        self._observe(
+            report, generated, planned - started, time.perf_counter() - stepped, time.perf_counter() - started
+        )
         return True
 
-    def _observe(self, report: StepReport, plan_s: float, commit_s: float, step_s: float) -> None:
-        self._totals.add(report, step_s)
+    def _observe(self, report: StepReport, generated: int, plan_s: float, commit_s: float, step_s: float) -> None:
+        self._totals.add(report, generated, step_s)
         self.instruments.prompt_computed(report.prompt_tokens)
-        self.instruments.generated(report.generated_tokens)
+        self.instruments.generated(generated)
         self.instruments.step(
             len(report.outcomes),
             report.tokens,

@@ -6,10 +6,12 @@ from drumline.cache_pool.pool import RowSnapshot
 from drumline.model.batch import StepRecord
 from drumline.model.detokenize import Detokenizer
 from drumline.model.random_state import RandomState
+from drumline.model.sampling import Choice as ChosenToken
 from drumline.model.stop_reason import StopReason
 from drumline.model.tokenizer import Tokenizer
 from drumline.scheduler.admission import Admitted
 from drumline.scheduler.request import Choice, Chunk, TokenLogprob
+from drumline.scheduler.speculation import PromptLookup
 from drumline.scheduler.stop import StopStrings
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ class Sequence:
         self.prefill_s = self.decode_s = 0.0
         self.prefilling = True
         """Whether the row's next passes are over a prompt, a window that slid, or a row that resumes."""
+        self.lookup = PromptLookup()
         self._marked_at = 0.0
         self._last_token_at: float | None = None
         self._detokenizer = Detokenizer(tokenizer)
@@ -66,19 +69,22 @@ class Sequence:
         self._marked_at = now
         self.prefilling = self.prefilling and not reached_newest
 
-    def timed(self, now: float) -> float | None:
-        """A token was chosen now: seconds since the one before it, None for the first."""
+    def timed(self, now: float, tokens: int) -> float | None:
+        """So many tokens were chosen now: seconds since those before them; None for the first, or for none."""
+        if not tokens:
+            return None
         if self.job.first_token_at is None:
             self.job.first_token_at = now
-        self.token_times_s.append(now - self.job.submitted_at)
+        self.token_times_s += [now - self.job.submitted_at] * tokens
         before, self._last_token_at = self._last_token_at, now
         return None if before is None else now - before
 
-    def accept(self, token_id: int, logprob: TokenLogprob | None) -> StopReason | None:
-        """Take the token that this step chose; returns why the row ends with it, or None."""
+    def accept(self, chosen: ChosenToken) -> StopReason | None:
+        """Take a token that a step chose; returns why the row ends with it, or None."""
+        token_id = chosen.token_id
         self.token_ids.append(token_id)
-        if logprob is not None:
-            self.logprobs.append(logprob)
+        if chosen.logprob is not None:
+            self.logprobs.append(TokenLogprob(token_id, chosen.logprob, chosen.top))
         text = self._detokenizer.push(token_id)
         watched = len(self.token_ids) > self.request.min_tokens  # until then nothing may end the row
         self._add_text(self._stop_strings.push(text) if watched else text)
@@ -88,6 +94,7 @@ class Sequence:
     def finish(self, reason: StopReason, error: str | None = None) -> None:
         """Set why it ended, and release the text that was held back."""
         self.stop_reason, self.error = reason, error
+        self.lookup = PromptLookup()  # the handle may be kept for long
         self._add_text(self._stop_strings.push(self._detokenizer.flush()))
         self._add_text(self._stop_strings.flush())
 

@@ -2,34 +2,43 @@
 
 import logging
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice, zip_longest
 
 import torch
 
 from drumline.cache_pool.pool import CachePool
 from drumline.model.backends import Backend
-from drumline.model.batch import Segment, StepBatch
+from drumline.model.batch import Segment, StepBatch, StepRecord
 from drumline.model.errors import EngineFailed
 from drumline.model.random_state import RandomState
 from drumline.model.sampling import Choice, RowChoice, choose_rows
 from drumline.model.sampling_params import SamplingParams
 from drumline.scheduler.plan import Portion
-from drumline.scheduler.request import TokenLogprob
 from drumline.scheduler.sequence import Sequence
 
 _log = logging.getLogger("drumline")
+_UNEXPECTED = "choosing a token failed: {}"
 
 
 @dataclass(frozen=True)
 class RowOutcome:
-    """What the step did for one row: tokens computed, and a token or an error where logits were wanted."""
+    """What the step did for one row."""
 
     segment: Segment
-    token_id: int | None = None
-    logprob: TokenLogprob | None = None
+    choices: tuple[Choice, ...] = ()
+    """The tokens chosen, in order: one where logits were wanted, and one more for each draft that was right."""
+    rejected: int = 0
+    """Drafts of the segment that were wrong, or stood behind one."""
     error: str | None = None
+    """Why no token could be chosen behind these."""
+
+    def record(self, rejected: int) -> StepRecord:
+        """Tokens fed, and tokens cached before and after, so many of the drafts not among them."""
+        return StepRecord(self.segment.length, self.segment.position, self.segment.end - rejected)
 
 
 @dataclass(frozen=True)
@@ -37,8 +46,8 @@ class StepReport:
     """The outcomes of a step and what it cost."""
 
     outcomes: list[RowOutcome]
-    decoded: int
-    """Rows that were fed the one token they generated last."""
+    prompt_tokens: int
+    """Tokens of prompts, and of windows and rows that were computed again."""
     padded_cells: int
     real_cells: int
     forward_s: float
@@ -48,16 +57,6 @@ class StepReport:
     def tokens(self) -> int:
         """Tokens fed."""
         return sum(outcome.segment.length for outcome in self.outcomes)
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of prompts, and of windows and rows that are computed again."""
-        return self.tokens - self.decoded
-
-    @cached_property
-    def generated_tokens(self) -> int:
-        """Tokens chosen."""
-        return sum(outcome.token_id is not None for outcome in self.outcomes)
 
     @property
     def padding_ratio(self) -> float:
@@ -75,24 +74,23 @@ class StepRunner:
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Compute and choose one token for nobody, while no row is taken: no request is to wait for compilers."""
-        output = self._backend.forward(StepBatch((Segment(0, 0, (0,), wants_logits=True),)), self._pool.kv)
+        output = self._backend.forward(StepBatch((Segment(0, 0, (0,), wanted=1),)), self._pool.kv)
         choose_rows(output.logits.numpy(), [RowChoice(SamplingParams(), (0,), 1, RandomState(0))])
 
     @torch.inference_mode()
     def run(self, plan: list[Portion], sequences: Mapping[int, Sequence]) -> StepReport:
-        """Compute the plan's portions and choose a token for each row that reached its newest id."""
+        """Compute the plan's portions, and choose a token for each row that reached its newest id, and behind each
+        draft that proves right."""
         self._pool.kv.wipe_retired()
-        segments = tuple(self._pool.segment(portion.row, portion.length) for portion in plan)
+        segments = tuple(self._pool.segment(portion.row, portion.length, portion.drafts) for portion in plan)
         started = time.perf_counter()
         output = self._backend.forward(StepBatch(segments), self._pool.kv)
         forwarded = time.perf_counter()
-        chosen = iter(self._choose(output.logits, [segment for segment in segments if segment.wants_logits], sequences))
-        outcomes = [
-            _outcome(segment, next(chosen)) if segment.wants_logits else RowOutcome(segment) for segment in segments
-        ]
+        chosen = iter(self._choose(output.logits, segments, sequences))
+        outcomes = [_outcome(segment, list(islice(chosen, segment.wanted))) for segment in segments]
         return StepReport(
             outcomes,
-            decoded=sum(not sequences[segment.row].prefilling for segment in segments),
+            prompt_tokens=sum(segment.length for segment in segments if sequences[segment.row].prefilling),
             padded_cells=output.padded_cells,
             real_cells=output.real_cells,
             forward_s=forwarded - started,
@@ -100,34 +98,42 @@ class StepRunner:
         )
 
     def _choose(
-        self, logits: torch.Tensor, segments: list[Segment], sequences: Mapping[int, Sequence]
+        self, logits: torch.Tensor, segments: Iterable[Segment], sequences: Mapping[int, Sequence]
     ) -> list[Choice | Exception]:
-        """A token for each of the segments, whose logits are `[segments, vocab]`."""
+        """A token for each line of the logits: of a row's newest id, and of its drafts as if they were its own."""
         rows = []
         for segment in segments:
             sequence = sequences[segment.row]
-            request = sequence.request
-            rows.append(
-                RowChoice(
-                    request.sampling,
-                    self._pool.ids(segment.row),
-                    sequence.prompt_length,
-                    self._pool.random(segment.row),
-                    sequence.rules.blocked(len(sequence.token_ids)),
-                    request.processors,
-                    request.logprobs,
+            request, ids, random = sequence.request, self._pool.ids(segment.row), self._pool.random(segment.row)
+            for accepted in range(segment.wanted):
+                rows.append(
+                    RowChoice(
+                        request.sampling,
+                        ids,
+                        sequence.prompt_length,
+                        replace(random, index=random.index + accepted),
+                        sequence.rules.blocked(len(sequence.token_ids) + accepted),
+                        request.processors,
+                        request.logprobs,
+                    )
                 )
-            )
+                if accepted + 1 < segment.wanted:
+                    ids = [*ids, segment.token_ids[accepted + 1 - segment.wanted]]
         return choose_rows(logits.numpy(), rows) if rows else []
 
 
-def _outcome(segment: Segment, chosen: Choice | Exception) -> RowOutcome:
-    """A row's own trouble ends in its outcome, never in the step."""
-    if isinstance(chosen, EngineFailed):
-        return RowOutcome(segment, error=str(chosen))
-    if isinstance(chosen, Exception):
-        _log.error("choosing a token failed", exc_info=chosen)
-        return RowOutcome(segment, error=f"choosing a token failed: {type(chosen).__name__}")
-    if chosen.logprob is None:
-        return RowOutcome(segment, chosen.token_id)
-    return RowOutcome(segment, chosen.token_id, TokenLogprob(chosen.token_id, chosen.logprob, chosen.top))
+def _outcome(segment: Segment, chosen: Several[Choice | Exception]) -> RowOutcome:
+    """Its choices up to the first that the next draft does not repeat. A row's own trouble ends in its outcome, never
+    in the step."""
+    drafts = segment.token_ids[segment.length - len(chosen) + 1 :]
+    choices: list[Choice] = []
+    for choice, draft in zip_longest(chosen, drafts):
+        if isinstance(choice, Exception):
+            if not isinstance(choice, EngineFailed):
+                _log.error("choosing a token failed", exc_info=choice)
+            reason = str(choice) if isinstance(choice, EngineFailed) else _UNEXPECTED.format(type(choice).__name__)
+            return RowOutcome(segment, tuple(choices), len(drafts) - len(choices), reason)
+        choices.append(choice)
+        if choice.token_id != draft:
+            break
+    return RowOutcome(segment, tuple(choices), len(chosen) - len(choices))

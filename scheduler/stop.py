@@ -26,6 +26,10 @@ class StopRules:
         """Ids that must not be chosen yet, because they would end the row before `min_tokens`."""
         return tuple(self.eos_ids | self.stop_ids) if generated < self.min_tokens else ()
 
+    def goes_on(self, token_id: int) -> bool:
+        """Whether a row may go on behind this token."""
+        return token_id not in self.eos_ids and token_id not in self.stop_ids
+
     def decide(self, token_id: int, generated: int) -> StopReason | None:
         """Why the row ends with `token_id`, its `generated`-th token (from 1); None when it goes on.
 

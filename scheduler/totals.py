@@ -21,12 +21,12 @@ class StepTotals:
     sample_s: float = 0.0
     step_s: float = 0.0
 
-    def add(self, report: StepReport, step_s: float) -> None:
+    def add(self, report: StepReport, generated: int, step_s: float) -> None:
         """Count one step."""
         self.steps += 1
         self.row_steps += len(report.outcomes)
         self.prompt_tokens += report.prompt_tokens
-        self.generated_tokens += report.generated_tokens
+        self.generated_tokens += generated
         self.padded_cells += report.padded_cells
         self.real_cells += report.real_cells
         self.forward_s += report.forward_s

@@ -10,6 +10,7 @@ from drumline.model.language_model import LanguageModel
 
 ROWS = (1, 2, 3, 5, 7, 8, 16, 31, 32)
 STEP_TOKENS = (16, 17, 32, 37, 64, 100, 256, 1024)
+DRAFT_TOKENS = (0, 1, 2, 5)
 SAMPLING = (
     SamplingParams(),
     SamplingParams(repetition_penalty=1.2),
@@ -70,8 +71,8 @@ def random_company(dice: random.Random, requests: Sequence[Request], strangers: 
 
 
 async def alone(model: LanguageModel, requests: Sequence[Request]) -> list[str]:
-    """The answer of each request with no other beside it."""
-    async with Scheduler(model, rows=1) as scheduler:
+    """The answer of each request with no other beside it, token by token."""
+    async with Scheduler(model, rows=1, draft_tokens=0) as scheduler:
         return [answer(await (await scheduler.submit(request)).result()) for request in requests]
 
 

@@ -159,6 +159,7 @@ def test_scheduler_signature_and_verbs():
         "queue_tokens": 4_000_000,
         "backend": None,
         "require_exact": False,
+        "draft_tokens": 5,
         "registry": None,
         "name": "main",
     }

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 class DrumlineEngine:
     """Loads the model, enters a scheduler once and answers a token, so that ready means ready."""
 
-    def __init__(self, model: Path, precision: str, backend: str, step_tokens: int) -> None:
+    def __init__(self, model: Path, precision: str, backend: str, step_tokens: int, draft_tokens: int) -> None:
         from drumline import Request, load_model  # after the environment is set
 
         self._model = load_model(model, precision=precision)
         self._backend = None if backend == "auto" else backend
-        self._step_tokens = step_tokens
+        self._step_tokens, self._draft_tokens = step_tokens, draft_tokens
         asyncio.run(self._serve([Request(prompt_ids=(0,), max_tokens=1)], 1))
         packages = [name for name in ("drumline", "torch", "numba") if importlib.util.find_spec(name)]
         self.about = About({name: version(name) for name in packages}, self._note())
@@ -53,8 +53,10 @@ class DrumlineEngine:
 
     async def _serve(self, requests: "Sequence[Request]", rows: int) -> "tuple[list[Result], Statistics, float]":
         from drumline.scheduler.cli.workload import make_scheduler, run_all
+        from drumline.scheduler.config import EngineSettings
 
-        async with make_scheduler(self._model, requests, rows, self._step_tokens, self._backend) as scheduler:
+        settings = EngineSettings(rows, self._step_tokens, self._backend, self._draft_tokens)
+        async with make_scheduler(self._model, requests, settings) as scheduler:
             started = asyncio.get_running_loop().time()
             results = await run_all(scheduler, requests, lambda: None)
             wall_s = asyncio.get_running_loop().time() - started
@@ -64,7 +66,9 @@ class DrumlineEngine:
         import torch
 
         exact = "exact" if self._model.exact else "not exact"
-        return f"{self._model.precision}, {exact}, backend {self._backend or 'auto'}, {torch.get_num_threads()} threads"
+        drafts = f"{self._draft_tokens or 'no'} drafts"
+        engine = f"backend {self._backend or 'auto'}, {drafts}, {torch.get_num_threads()} threads"
+        return f"{self._model.precision}, {exact}, {engine}"
 
 
 def main() -> None:
@@ -74,10 +78,11 @@ def main() -> None:
     parser.add_argument("--precision", default="auto")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--step-tokens", type=int, default=256)
+    parser.add_argument("--draft-tokens", type=int, required=True)
     chosen = parser.parse_args()
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     share_pool()
-    answer(lambda: DrumlineEngine(chosen.model, chosen.precision, chosen.backend, chosen.step_tokens))
+    answer(lambda: DrumlineEngine(**vars(chosen)))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,10 @@ from pathlib import Path
 from benchmarks.peers.base import Peer
 from benchmarks.peers.llama_server import LlamaServer
 from benchmarks.peers.worker import WorkerPeer
+from drumline.scheduler.config import DRAFT_TOKENS
 
 OURS = "drumline"
+NO_DRAFTS = "drumline, no drafts"
 DTYPES = ("bfloat16", "float32")
 
 
@@ -30,6 +32,7 @@ class OurSettings:
     precision: str = "auto"
     backend: str = "auto"
     step_tokens: int = 256
+    draft_tokens: int = DRAFT_TOKENS
 
     def arguments(self) -> list[str]:
         """The options of `drumline_engine`."""
@@ -38,6 +41,7 @@ class OurSettings:
             "--precision": self.precision,
             "--backend": self.backend,
             "--step-tokens": self.step_tokens,
+            "--draft-tokens": self.draft_tokens,
         }
         return [str(word) for pair in options.items() for word in pair]
 

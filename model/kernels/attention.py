@@ -23,7 +23,11 @@ def _sums(
     queries, left, left_at, left_line, right, right_at, step, run, runs, steps, out, out_at, out_line, ahead, ahead_at,
     ahead_step, ahead_wide_step, ahead_run,
 ):  # fmt: skip
-    """out[q, 16 r + lane] = Σ_s left[q, s] · right[s, r, lane] for any number of runs: `attention_tiles`."""
+    """out[q, 16 r + lane] = Σ_s left[q, s] · right[s, r, lane] for any number of runs: `attention_tiles`.
+
+    Of `ahead`, what each run asks for lies `ahead_run` behind that of the one before; a step asks for `ahead_step`
+    more, or for `ahead_wide_step` where two runs are taken at once.
+    """
     r = 0
     while r < runs:
         x, y, soon = right_at + r * run, out_at + r * 16, ahead_at + r * ahead_run
@@ -68,6 +72,17 @@ def _scale(scores, place, scales, start, end):
 
 
 @inlined
+def _mix_on(scratch, worker, i, values, value, width, first, last, out, at):
+    """Go on with the sums in `out`, one query's, over the values first … last − 1: those that earlier tokens of the
+    block do not see. Even weighted with zero a NaN among them would reach those."""
+    for j in range(first, last):
+        weight = v.broadcast(scratch[worker, i, j])
+        for d in range(0, width, 16):
+            mixed = v.multiply_add(weight, v.load(values, value + j * width + d), v.load(out, at + d))
+            v.store(out, at + d, mixed)
+
+
+@inlined
 def attend_block(
     head, token, tokens, row, position, next_head, next_row, worker, head_dim, queries, keys, values, key_scales,
     value_scales, scaled, scratch, out,
@@ -82,7 +97,7 @@ def attend_block(
     done, vectors = 0, tokens * group
     while done < vectors:
         count = min(_QUERIES, vectors - done)
-        most = position + 1 + (done + count - 1) // group
+        least, most = position + 1 + done // group, position + 1 + (done + count - 1) // group
         end = (most + 15) // 16 * 16
         at = (first + done) * width
         _sums(
@@ -99,10 +114,12 @@ def attend_block(
                 for j in range(visible // 16 * 16, visible):
                     scratch[worker, i, j] *= value_scales[row, head, j]
         _sums(
-            count, scratch, place, stride, values, value, width, 16, width // 16, most, out, at, width, keys, next_key,
+            count, scratch, place, stride, values, value, width, 16, width // 16, least, out, at, width, keys, next_key,
             width, width, 16,
         )  # fmt: skip
         for i in range(count):
+            visible = position + 1 + (done + i) // group
+            _mix_on(scratch, worker, i, values, value, width, least, visible, out, at + i * width)
             inverse = v.broadcast(scratch[worker, i, stride - 1])
             for d in range(at + i * width, at + (i + 1) * width, 16):
                 v.store(out, d, v.multiply(v.load(out, d), inverse))

@@ -17,9 +17,8 @@ def call_apart(b: Builder, name: str, build: Body, arguments: Sequence[Value]) -
     stack and read again at each step, which costs the product a quarter of its speed. `name` says all that `build`
     depends on.
     """
-    function = b.module.globals.get(name)
+    function, kind = b.module.globals.get(name), ir.FunctionType(ir.VoidType(), [given.type for given in arguments])
     if function is None:
-        kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
         function = ir.Function(b.module, kind, name)
         function.linkage = "linkonce_odr"  # kernels that are linked into one may bring it twice
         for attribute in ("noinline", "nounwind", "optsize"):  # optsize: unrolled, its sums would be spilled
@@ -27,6 +26,8 @@ def call_apart(b: Builder, name: str, build: Body, arguments: Sequence[Value]) -
         inside = ir.IRBuilder(function.append_basic_block("entry"))
         build(inside, function.args)
         inside.ret_void()
+    if function.function_type != kind:
+        raise TypeError(f"{name} is a function of other arguments already")
     b.call(function, arguments)
 
 

@@ -15,6 +15,7 @@ from drumline.model.language_model import LanguageModel
 from drumline.scheduler.cli import options
 from drumline.scheduler.cli.loop import run_loop
 from drumline.scheduler.cli.workload import SamplingName, make_scheduler, read_workload, run_all, with_sampling
+from drumline.scheduler.config import DRAFT_TOKENS, EngineSettings
 from drumline.scheduler.engine import Statistics
 from drumline.scheduler.request import Request, Result
 
@@ -28,6 +29,7 @@ def bench(
     sampling: Annotated[SamplingName, typer.Option(help="chat: temperature 0.8, top-k 50, top-p 0.9.")] = "greedy",
     seed: Annotated[int, typer.Option(help="Seed of the first line; each further one counts one up.")] = 0,
     step_tokens: options.StepTokens = 256,
+    draft_tokens: options.DraftTokens = DRAFT_TOKENS,
     reuse: options.Reuse = "off",
     window: options.Window = None,
     precision: options.PrecisionName = "auto",
@@ -40,23 +42,22 @@ def bench(
     options.use_threads(threads)
     requests = with_sampling(read_workload(workload), sampling, seed)
     loaded = options.open_model(model, precision, window)
-    report = run_loop(measure(loaded, requests, rows, step_tokens, options.chosen_backend(backend)))
+    settings = EngineSettings(rows, step_tokens, options.chosen_backend(backend), draft_tokens)
+    report = run_loop(measure(loaded, requests, settings))
     if as_json:
         print(json.dumps(report))
     else:
         _print_table(f"{workload.name}, {loaded.name}, {sampling}, {rows} rows", report)
 
 
-async def measure(
-    model: LanguageModel, requests: Sequence[Request], rows: int, step_tokens: int, backend: str | None
-) -> Report:
+async def measure(model: LanguageModel, requests: Sequence[Request], settings: EngineSettings) -> Report:
     """Run the workload once, after a short warm-up, and report on it. Times in seconds."""
-    async with make_scheduler(model, requests, rows, step_tokens, backend) as scheduler:
+    async with make_scheduler(model, requests, settings) as scheduler:
         warm_up = Request(prompt_ids=(0,) * min(model.window, 64), max_tokens=4, ignore_eos=True, overflow="stop")
         await (await scheduler.submit(warm_up)).result()
     with options.progress() as progress:
         task = progress.add_task("jobs", total=len(requests))
-        async with make_scheduler(model, requests, rows, step_tokens, backend) as scheduler:
+        async with make_scheduler(model, requests, settings) as scheduler:
             started = time.perf_counter()
             results = await run_all(scheduler, requests, lambda: progress.advance(task))
             wall_s = time.perf_counter() - started
@@ -68,9 +69,8 @@ def report_of(results: Sequence[Result], statistics: Statistics, wall_s: float) 
     """The figures of one run."""
     for result in results:
         result.raise_for_status()
-    times = [choice.token_times_s for result in results for choice in result.choices]
     first = [result.timings.first_token_s for result in results if result.timings.first_token_s is not None]
-    gaps = [gap for row in times for gap in np.diff(row)]
+    gaps = [gap for result in results for choice in result.choices for gap in choice.gaps_s]
     model_s = statistics.forward_s + statistics.sample_s
     return {
         "jobs": len(results),

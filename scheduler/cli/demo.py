@@ -17,6 +17,7 @@ from drumline.scheduler.cli import options
 from drumline.scheduler.cli.lanes import Lane, Lanes
 from drumline.scheduler.cli.loop import run_loop
 from drumline.scheduler.cli.worker import Worker, WorkerSettings, run_worker
+from drumline.scheduler.config import EngineSettings
 from drumline.scheduler.mqtt.client import Client, RemoteJob
 from drumline.scheduler.request import Message, Result
 
@@ -70,7 +71,7 @@ def demo(
 
 async def _demo(model: LanguageModel, rows: int, backend: str | None) -> None:
     console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
-    settings = WorkerSettings(broker=None, metrics=("127.0.0.1", 0), rows=rows, backend=backend)
+    settings = WorkerSettings(broker=None, metrics=("127.0.0.1", 0), engine=EngineSettings(rows=rows, backend=backend))
     async with run_worker(model, settings) as worker:
         kind = worker.embedded.kind if worker.embedded is not None else "a broker"
         console.print(

@@ -16,6 +16,7 @@ from drumline.model.sampling_params import SamplingParams
 from drumline.scheduler.cli import options
 from drumline.scheduler.cli.loop import run_loop
 from drumline.scheduler.cli.workload import make_scheduler, read_workload
+from drumline.scheduler.config import DRAFT_TOKENS, EngineSettings
 from drumline.scheduler.mqtt.codec import rejected_message, result_message
 from drumline.scheduler.request import Message, Request
 from drumline.scheduler.scheduler import Scheduler
@@ -41,6 +42,7 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Drawn, and shown, when absent.")] = None,
     rows: options.Rows = 16,
     step_tokens: options.StepTokens = 256,
+    draft_tokens: options.DraftTokens = DRAFT_TOKENS,
     window: options.Window = None,
     precision: options.PrecisionName = "auto",
     backend: options.BackendName = "auto",
@@ -48,7 +50,7 @@ def generate(
 ) -> None:
     """Stream one answer to the terminal, or run a file of requests with a progress bar."""
     options.use_threads(threads)
-    engine = options.chosen_backend(backend)
+    settings = EngineSettings(rows, step_tokens, options.chosen_backend(backend), draft_tokens)
     if input is not None:
         if prompt is not None or output is None:
             raise InvalidRequest("--input", "goes with --output, and without a prompt")
@@ -57,7 +59,7 @@ def generate(
             raise InvalidRequest("--output", "must not be the input")
         requests = read_workload(input)
         loaded = options.open_model(model, precision, window)
-        failed = run_loop(_run_file(loaded, requests, output, rows, step_tokens, engine))
+        failed = run_loop(_run_file(loaded, requests, output, settings))
         if failed:
             print(f"drumline: {failed} of {len(requests)} requests did not complete: see {output}", file=sys.stderr)
             raise typer.Exit(1)
@@ -72,7 +74,7 @@ def generate(
     if loaded.chat_template is not None and not raw:
         messages = (Message(role="user", content=prompt),)
         request = request.model_copy(update={"prompt": None, "messages": messages})
-    run_loop(_stream(loaded, request, rows, step_tokens, engine))
+    run_loop(_stream(loaded, request, settings))
 
 
 def _refuse_prompt_options(context: typer.Context) -> None:
@@ -82,8 +84,8 @@ def _refuse_prompt_options(context: typer.Context) -> None:
             raise InvalidRequest(f"--{name.replace('_', '-')}", "goes with a prompt; a line of --input has its own")
 
 
-async def _stream(model: LanguageModel, request: Request, rows: int, step_tokens: int, backend: str | None) -> None:
-    async with make_scheduler(model, [request], rows, step_tokens, backend) as scheduler:
+async def _stream(model: LanguageModel, request: Request, settings: EngineSettings) -> None:
+    async with make_scheduler(model, [request], settings) as scheduler:
         job = await scheduler.submit(request)
         async for chunk in job:
             print(chunk.text, end="", flush=True)
@@ -98,12 +100,10 @@ async def _stream(model: LanguageModel, request: Request, rows: int, step_tokens
     )
 
 
-async def _run_file(
-    model: LanguageModel, requests: Sequence[Request], output: Path, rows: int, step_tokens: int, backend: str | None
-) -> int:
+async def _run_file(model: LanguageModel, requests: Sequence[Request], output: Path, settings: EngineSettings) -> int:
     """Answers in the order of the input; returns how many requests were refused or failed."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    async with make_scheduler(model, requests, rows, step_tokens, backend) as scheduler:
+    async with make_scheduler(model, requests, settings) as scheduler:
         with output.open("w", encoding="utf-8") as lines, options.progress(*columns) as progress:
             task = progress.add_task("requests", total=len(requests))
             answers = [asyncio.create_task(_answer(scheduler, request)) for request in requests]

@@ -29,6 +29,12 @@ PrecisionName = Annotated[Precision, typer.Option("--precision", help="What weig
 BackendName = Annotated[
     Backend, typer.Option("--backend", help="What computes a step; auto: cpu (exact) for int8 on the CPU, else torch.")
 ]
+DraftTokens = Annotated[
+    int,
+    typer.Option(
+        "--draft-tokens", help="Tokens drafted ahead for each row while few run (exact backend only); 0: none."
+    ),
+]
 Reuse = Annotated[OnOff, typer.Option("--reuse", help="Whether common prompt prefixes are computed once.")]
 Threads = Annotated[int | None, typer.Option("--threads", help="Torch's threads. Default: one a core.")]
 Mqtt = Annotated[MqttVersion, typer.Option("--mqtt", help="The protocol version to speak.")]

@@ -18,6 +18,7 @@ from drumline.model.sampling_params import SamplingParams
 from drumline.scheduler.cli import options
 from drumline.scheduler.cli.loop import run_loop
 from drumline.scheduler.cli.workload import SamplingName, make_scheduler, with_sampling
+from drumline.scheduler.config import EngineSettings
 from drumline.scheduler.request import Request
 from drumline.scheduler.scheduler import Scheduler
 
@@ -121,7 +122,8 @@ async def _profile(
         for row in range(rows)
     ]
     seeded = [request.model_copy(update={"overflow": "stop"}) for request in with_sampling(requests, sampling, 0)]
-    async with make_scheduler(model, seeded, rows, max(256, 2 * rows), backend) as scheduler:
+    settings = EngineSettings(rows, max(256, 2 * rows), backend, draft_tokens=0)  # each step a token a row
+    async with make_scheduler(model, seeded, settings) as scheduler:
         jobs = [await scheduler.submit(request) for request in seeded]
         while min(job.generated for job in jobs) < 2:  # until then, prompts are computed
             await _moment()

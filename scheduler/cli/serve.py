@@ -13,6 +13,7 @@ from drumline.model.language_model import LanguageModel
 from drumline.scheduler.cli import options
 from drumline.scheduler.cli.loop import on_signals, run_loop
 from drumline.scheduler.cli.worker import Worker, WorkerSettings, run_worker
+from drumline.scheduler.config import DRAFT_TOKENS, EngineSettings
 from drumline.scheduler.mqtt.connection import parse_broker_url
 
 Metrics = Annotated[str, typer.Option("--metrics", help="HOST:PORT of /metrics, /healthz and /readyz.")]
@@ -30,6 +31,7 @@ def serve(
     mqtt: options.Mqtt = "5",
     rows: options.Rows = 16,
     step_tokens: options.StepTokens = 256,
+    draft_tokens: options.DraftTokens = DRAFT_TOKENS,
     window: options.Window = None,
     precision: options.PrecisionName = "auto",
     backend: options.BackendName = "auto",
@@ -51,9 +53,7 @@ def serve(
     settings = WorkerSettings(
         broker=None if broker is None else parse_broker_url(broker),
         metrics=metrics_address(metrics),
-        rows=rows,
-        step_tokens=step_tokens,
-        backend=options.chosen_backend(backend),
+        engine=EngineSettings(rows, step_tokens, options.chosen_backend(backend), draft_tokens),
         name=name,
         prefix=prefix,
         protocol=options.mqtt_protocol(mqtt),
@@ -111,7 +111,7 @@ def _announce(model: LanguageModel, worker: Worker, settings: WorkerSettings) ->
         if embedded.port != embedded.port_v311:
             broker += f", MQTT 5 on port {embedded.port}, 3.1.1 on {embedded.port_v311}"
     print(
-        f"drumline serves {model.name} ({model.precision}, {settings.rows} rows of {model.window} tokens)\n"
+        f"drumline serves {model.name} ({model.precision}, {settings.engine.rows} rows of {model.window} tokens)\n"
         f"  broker   {broker}\n"
         f"  jobs     {settings.prefix}/clients/<client>/submit\n"
         f"  metrics  {worker.exporter.url}/metrics",

@@ -16,7 +16,7 @@ from drumline.model.language_model import LanguageModel
 from drumline.scheduler.cli import options
 from drumline.scheduler.cli.loop import run_loop
 from drumline.scheduler.cli.workload import SamplingName, make_scheduler, read_workload, with_sampling
-from drumline.scheduler.config import SchedulerConfig
+from drumline.scheduler.config import DRAFT_TOKENS, EngineSettings, SchedulerConfig
 from drumline.scheduler.job import GenerationJob
 from drumline.scheduler.request import Choice, Request, Result
 from drumline.scheduler.scheduler import Scheduler
@@ -33,11 +33,12 @@ class Condition:
     rows: int
     step_tokens: int
     preempt_every: int = 0
+    draft_tokens: int = DRAFT_TOKENS
 
     @property
     def title(self) -> str:
         """The condition in words."""
-        return f"{self.rows} rows, steps of {self.step_tokens} tokens"
+        return f"{self.rows} rows, steps of {self.step_tokens} tokens, {self.draft_tokens or 'no'} drafts"
 
 
 def verify(
@@ -51,6 +52,7 @@ def verify(
     preempt_every: Annotated[
         int, typer.Option(min=0, help="Preempt each job after every N of its tokens; 0: never.")
     ] = 0,
+    draft_tokens: options.DraftTokens = DRAFT_TOKENS,
     step_tokens: Annotated[
         list[str] | None,
         typer.Option("--step-tokens", help="Step budgets to try, with commas or repeated. Default: 256."),
@@ -64,15 +66,15 @@ def verify(
 ) -> None:
     """Compare ids and log-probability bits of each request alone with those beside all others; exit 1 where any differ.
 
-    Each number of rows is tried with each step budget. The torch backend makes no promise here: its float products
-    round differently for different batch sizes.
+    Each number of rows is tried with each step budget. Requests alone run without drafts. The torch backend makes no
+    promise here: its float products round differently for different batch sizes.
     """
     options.check_reuse(reuse)
     options.use_threads(threads)
     requests = with_sampling(read_workload(workload), sampling, seed)
     requests = [request.model_copy(update={"logprobs": request.logprobs or 0}) for request in requests]
     conditions = [
-        Condition(*pair, preempt_every)
+        Condition(*pair, preempt_every, draft_tokens)
         for pair in product(_numbers("--rows", rows, 16), _numbers("--step-tokens", step_tokens, 256))
     ]
     _check(requests, conditions)
@@ -112,7 +114,7 @@ async def run_alone(
     """Results of each request with no other beside it."""
     choices = max(request.n for request in requests)
     results = []
-    async with make_scheduler(model, requests, choices, ALONE_STEP_TOKENS, backend) as scheduler:
+    async with make_scheduler(model, requests, EngineSettings(choices, ALONE_STEP_TOKENS, backend, 0)) as scheduler:
         for request in requests:
             results.append(await (await scheduler.submit(request)).result())
             on_done()
@@ -127,7 +129,8 @@ async def run_together(
     on_done: Callable[[], None],
 ) -> list[Result]:
     """Results of all requests, queued at once and preempted as asked."""
-    async with make_scheduler(model, requests, condition.rows, condition.step_tokens, backend) as scheduler:
+    settings = EngineSettings(condition.rows, condition.step_tokens, backend, condition.draft_tokens)
+    async with make_scheduler(model, requests, settings) as scheduler:
         jobs = [await scheduler.submit(request) for request in requests]
 
         async def finished(job: GenerationJob) -> Result:
@@ -143,12 +146,13 @@ async def _preempting(scheduler: Scheduler, job: GenerationJob, every: int) -> R
     async for _ in job:
         if every and job.generated >= next_at:
             scheduler.preempt(job)
-            next_at += every
+            next_at = job.generated + every
     return await job.result()
 
 
 def compare(alone: Sequence[Result], together: Sequence[Result]) -> Report:
-    """How many jobs have other ids, and other ids or log-probability bits, and the largest difference where ids agree.
+    """How many jobs have other ids, and other ids or log-probability bits, and the largest difference where ids agree;
+    and how often a row of the second run was saved, taken away and computed again.
 
     Raises `EngineFailed` for a job that failed.
     """
@@ -167,19 +171,29 @@ def compare(alone: Sequence[Result], together: Sequence[Result]) -> Report:
         "ids_differ": ids_differ,
         "bits_differ": bits_differ,
         "max_logprob_difference": largest,
+        "resumes": sum(map(_resumes, together)),
     }
+
+
+def _resumes(result: Result) -> int:
+    """Rows that began again from their first token, but for windows that slid."""
+    starts = sum(step.cache_before == 0 for choice in result.choices for step in choice.steps)
+    return starts - sum(bool(choice.steps) for choice in result.choices) - result.usage.window_recomputes
 
 
 def added(reports: Sequence[Report]) -> Report:
     """The reports as one: counts added up, and the largest of the differences."""
-    totals = {name: sum(report[name] for report in reports) for name in ("jobs", "ids_differ", "bits_differ")}
+    totals = {
+        name: sum(report[name] for report in reports) for name in ("jobs", "ids_differ", "bits_differ", "resumes")
+    }
     return totals | {"max_logprob_difference": max(report["max_logprob_difference"] for report in reports)}
 
 
 def _sentence(report: Report) -> str:
     return (
         f"{report['jobs']} jobs: {report['ids_differ']} with other ids, {report['bits_differ']} with other bits; "
-        f"largest log-probability difference {report['max_logprob_difference']:.3g}"
+        f"largest log-probability difference {report['max_logprob_difference']:.3g}; "
+        f"rows resumed {report['resumes']} times"
     )
 
 
@@ -219,6 +233,7 @@ def _check(requests: Sequence[Request], conditions: Sequence[Condition]) -> None
             queue_tokens=1,
             backend=None,
             require_exact=False,
+            draft_tokens=condition.draft_tokens,
             name="verify",
         )
         for request in requests:

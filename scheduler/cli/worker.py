@@ -2,13 +2,13 @@
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 
 from drumline.metrics.exporter import Exporter
 from drumline.model.errors import InvalidRequest
 from drumline.model.language_model import LanguageModel
 from drumline.scheduler.cli.options import progress_console
-from drumline.scheduler.config import VERSION
+from drumline.scheduler.config import VERSION, EngineSettings
 from drumline.scheduler.mqtt.broker import EmbeddedBroker
 from drumline.scheduler.mqtt.connection import BrokerAddress, ProtocolLevel
 from drumline.scheduler.mqtt.gateway import Gateway, GatewayOptions
@@ -22,9 +22,7 @@ class WorkerSettings:
 
     broker: BrokerAddress | None
     metrics: tuple[str, int]
-    rows: int = 16
-    step_tokens: int = 256
-    backend: str | None = None
+    engine: EngineSettings = field(default_factory=EngineSettings)
     name: str = "main"
     prefix: str = "drumline/v1"
     protocol: ProtocolLevel = 5
@@ -61,9 +59,7 @@ async def run_worker(model: LanguageModel, settings: WorkerSettings) -> AsyncIte
         if settings.broker is None:
             embedded = await stack.enter_async_context(EmbeddedBroker())
         address = settings.broker or _address(embedded, settings.protocol)
-        scheduler = Scheduler(
-            model, rows=settings.rows, step_tokens=settings.step_tokens, backend=settings.backend, name=settings.name
-        )
+        scheduler = Scheduler(model, name=settings.name, **asdict(settings.engine))
         with progress_console.status("starting (the first time, kernels are compiled for this CPU)"):
             await stack.enter_async_context(scheduler)
         gateway = Gateway(

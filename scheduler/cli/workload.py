@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
 from drumline.model.errors import InvalidRequest
 from drumline.model.language_model import LanguageModel
 from drumline.model.sampling_params import SamplingParams
+from drumline.scheduler.config import EngineSettings
 from drumline.scheduler.request import Request, Result
 from drumline.scheduler.scheduler import Scheduler
 
@@ -52,16 +54,12 @@ def with_sampling(requests: Sequence[Request], sampling: SamplingName, seed: int
     return measured
 
 
-def make_scheduler(
-    model: LanguageModel, requests: Sequence[Request], rows: int, step_tokens: int, backend: str | None
-) -> Scheduler:
+def make_scheduler(model: LanguageModel, requests: Sequence[Request], settings: EngineSettings) -> Scheduler:
     """A scheduler whose queue takes the whole workload at once."""
     choices = sum(request.n for request in requests)
     return Scheduler(
         model,
-        rows=rows,
-        step_tokens=step_tokens,
-        backend=backend,
+        **asdict(settings),
         queue_requests=max(1024, choices),
         queue_tokens=max(4_000_000, 2 * choices * model.window + sum(r.n * r.max_tokens for r in requests)),
     )

@@ -29,7 +29,9 @@ def test_ours_and_transformers_in_one_run(tmp_path: Path, checkpoint: Path, caps
 
     assert list(data) == ["schema", "settings", "machine", "measures", "engines", "runs", "start", "open_loop"]
     assert {"cpu", "cores", "features", "memory_bytes", "load_average_1min"} <= data["machine"].keys()
-    assert list(data["engines"]) == ["drumline", "transformers", "llama-server"]
+    assert list(data["engines"]) == ["drumline", "drumline, no drafts", "transformers", "llama-server"]
+    assert "no drafts" in data["engines"].pop("drumline, no drafts")["note"]
+    assert list(data["runs"].pop("drumline, no drafts")) == ["one-row"]
     assert data["engines"].pop("llama-server") == {"error": "llama-server reads GGUF files, not tiny"}
     assert list(data["runs"]) == ["drumline", "transformers"]
     for engine, about in data["engines"].items():
@@ -48,7 +50,8 @@ def test_ours_and_transformers_in_one_run(tmp_path: Path, checkpoint: Path, caps
     assert "ours" in out
 
     main(arguments)  # what is there is not measured again, and does not change
-    assert json.loads((tmp_path / "tiny.json").read_text())["runs"] == data["runs"]
+    runs = json.loads((tmp_path / "tiny.json").read_text())["runs"]
+    assert {engine: runs[engine] for engine in data["runs"]} == data["runs"]
     assert re.findall(r"(\S+): starting", capsys.readouterr().out) == ["llama-server"]
 
 

@@ -38,15 +38,15 @@ class TestLife:
         row = pool.take((4, 5, 6), RandomState(9, 1))
         assert (row, pool.free, pool.pending(row)) == (0, 2, 3)
         chunk = pool.segment(row, 2)
-        assert (chunk.row, chunk.position, chunk.token_ids, chunk.wants_logits) == (0, 0, [4, 5], False)
+        assert (chunk.row, chunk.position, chunk.token_ids, chunk.wanted) == (0, 0, [4, 5], 0)
         pool.advance(row, 2)
         rest = pool.segment(row, 1)
-        assert (rest.position, rest.token_ids, rest.wants_logits) == (2, [6], True)
+        assert (rest.position, rest.token_ids, rest.wanted) == (2, [6], 1)
         pool.advance(row, 1)
         assert pool.pending(row) == 0
         assert pool.append(row, 7) is False
         newest = pool.segment(row, 1)
-        assert (newest.position, newest.token_ids, newest.wants_logits) == (3, [7], True)
+        assert (newest.position, newest.token_ids, newest.wanted) == (3, [7], 1)
         assert pool.random(row) == RandomState(9, 1, 1)
         assert pool.kv_tokens == 3
         pool.check_integrity()
@@ -88,7 +88,7 @@ class TestWindow:
         assert pool.pending(row) == WINDOW
         segment = pool.segment(row, WINDOW)
         assert (segment.position, segment.token_ids) == (0, [*range(1, WINDOW - 1), 100, 101])
-        assert segment.wants_logits
+        assert segment.wanted == 1
         assert pool.ids(row) == [*range(WINDOW - 1), 100, 101]
         pool.check_integrity()
 
@@ -254,14 +254,23 @@ class PoolMachine(RuleBasedStateMachine):
     def step(self, data: st.DataObject, token_id: int, portion: int) -> None:
         row = data.draw(st.sampled_from(sorted(self.ids)))
         pending = self.window_ids(row)[self.cached[row] :]
-        segment = self.pool.segment(row, min(portion, len(pending)))
+        known = min(portion, len(pending))
+        room = WINDOW - len(self.window_ids(row)) if known == len(pending) else 0
+        assert self.pool.room(row) == WINDOW - len(self.window_ids(row))
+        drafts = data.draw(st.lists(st.integers(0, 258), max_size=min(room, 4)))
+        segment = self.pool.segment(row, known, drafts)
         assert segment.position == self.cached[row]
-        assert segment.token_ids == pending[: segment.length]
-        assert segment.wants_logits == (segment.length == len(pending))
+        assert segment.token_ids == pending[:known] + drafts
+        assert segment.wanted == (1 + len(drafts) if known == len(pending) else 0)
         fill(self.pool, row, segment.position, segment.end)
-        self.pool.advance(row, segment.length)
-        self.cached[row] += segment.length
-        if segment.wants_logits:
+        accepted = data.draw(st.integers(0, len(drafts)))
+        self.pool.advance(row, known + accepted)
+        self.cached[row] += known + accepted
+        for draft in drafts[:accepted]:
+            assert self.pool.append(row, draft) is False
+            self.ids[row].append(draft)
+            self.random[row] = self.random[row].next()
+        if segment.wanted:
             full = len(self.ids[row]) >= WINDOW
             assert self.pool.append(row, token_id) is full
             self.ids[row].append(token_id)

@@ -32,6 +32,7 @@ CONTRACT = {
         },
         "prompt_tokens_total": {"source": {"computed", "reused"}},
         "generated_tokens_total": {},
+        "draft_tokens_total": {"outcome": {"accepted", "rejected"}},
         "steps_total": {},
         "preemptions_total": {},
         "window_recomputes_total": {},

@@ -28,8 +28,8 @@ class Engine:
         self.backend = TorchBackend(model)
         self.ids: dict[int, list[int]] = {row: [] for row in range(rows)}
 
-    def step(self, *work: tuple[int, list[int]], wants_logits: bool = True) -> StepOutput:
-        segments = tuple(Segment(row, len(self.ids[row]), ids, wants_logits) for row, ids in work)
+    def step(self, *work: tuple[int, list[int]], wanted: int = 1) -> StepOutput:
+        segments = tuple(Segment(row, len(self.ids[row]), ids, wanted) for row, ids in work)
         output = self.backend.forward(StepBatch(segments), self.kv)
         for row, ids in work:
             self.ids[row] += ids

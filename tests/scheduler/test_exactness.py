@@ -10,7 +10,7 @@ import torch
 from drumline import InvalidRequest, Request, SamplingParams, Scheduler
 from drumline.model.language_model import LanguageModel
 from drumline.scheduler.cli.verify import Condition, compare, run_alone, run_together
-from tests.compositions import Arrival, alone, in_company, random_company, random_requests
+from tests.compositions import DRAFT_TOKENS, Arrival, alone, in_company, random_company, random_requests
 from tests.drive import asking, generate, sampled
 from tests.tiny import FAMILIES, tiny_model
 
@@ -31,8 +31,8 @@ class TestRandomCompany:
         expected = await alone(model, requests)
         for rows, step_tokens in ((1, 16), (2, 17), (3, 256), (7, 16), (16, 33), (32, 1024)):
             company = random_company(dice, requests, strangers)
-            given = await in_company(model, company, requests, rows=rows, step_tokens=step_tokens)
-            assert given == expected, f"{rows} rows, steps of {step_tokens} tokens"
+            settings = {"rows": rows, "step_tokens": step_tokens, "draft_tokens": dice.choice(DRAFT_TOKENS)}
+            assert await in_company(model, company, requests, **settings) == expected, settings
 
     async def test_the_real_model(self, smollm2_int8: LanguageModel):
         dice = random.Random(7)
@@ -42,8 +42,8 @@ class TestRandomCompany:
         expected = await alone(smollm2_int8, requests)
         for rows, step_tokens in ((2, 64), (7, 16), (16, 1024)):
             company = random_company(dice, requests, strangers)
-            given = await in_company(smollm2_int8, company, requests, rows=rows, step_tokens=step_tokens)
-            assert given == expected, f"{rows} rows, steps of {step_tokens} tokens"
+            settings = {"rows": rows, "step_tokens": step_tokens, "draft_tokens": dice.choice(DRAFT_TOKENS)}
+            assert await in_company(smollm2_int8, company, requests, **settings) == expected, settings
 
     async def test_threads_do_not_matter_either(self, one_thread, smollm2_int8: LanguageModel):
         requests = [asking(tokens=6, logprobs=2), sampled(3, prompt="one two three", tokens=6, logprobs=2)]

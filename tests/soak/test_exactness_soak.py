@@ -5,7 +5,15 @@ import random
 import pytest
 
 from drumline.model.language_model import LanguageModel
-from tests.compositions import ROWS, STEP_TOKENS, alone, in_company, random_company, random_requests
+from tests.compositions import (
+    DRAFT_TOKENS,
+    ROWS,
+    STEP_TOKENS,
+    alone,
+    in_company,
+    random_company,
+    random_requests,
+)
 
 REQUESTS = 10_000
 DISTINCT = 500
@@ -25,7 +33,11 @@ async def test_ten_thousand_requests_in_random_company(smollm2_int8: LanguageMod
         chosen = dice.sample(range(DISTINCT), TOGETHER)
         strangers = random_requests(dice, STRANGERS, vocab_size, prompt=range(1, 100), tokens=range(6, 20))
         company = random_company(dice, [requests[index] for index in chosen], strangers)
-        settings = {"rows": dice.choice(ROWS), "step_tokens": dice.choice(STEP_TOKENS)}
+        settings = {
+            "rows": dice.choice(ROWS),
+            "step_tokens": dice.choice(STEP_TOKENS),
+            "draft_tokens": dice.choice(DRAFT_TOKENS),
+        }
         given = await in_company(smollm2_int8, company, [requests[index] for index in chosen], **settings)
         differing += [
             (compared, settings, index) for index, text in zip(chosen, given, strict=True) if text != expected[index]

@@ -13,7 +13,8 @@ from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-KEYS = {"jobs", "ids_differ", "bits_differ", "max_logprob_difference"}
+KEYS = {"jobs", "ids_differ", "bits_differ", "max_logprob_difference", "resumes"}
+CONDITION = {"rows", "step_tokens", "preempt_every", "draft_tokens"}
 LINES = [
     {"prompt": "a", "max_tokens": 9},
     {"prompt": "bcd", "max_tokens": 12, "sampling": {"temperature": 1.0, "seed": 4}},
@@ -39,14 +40,26 @@ def nudged(result: Result, index: int, to: float) -> Result:
 
 
 def test_equal_results(results):
-    assert compare(results, results) == {"jobs": 3, "ids_differ": 0, "bits_differ": 0, "max_logprob_difference": 0.0}
+    assert compare(results, results) == {
+        "jobs": 3,
+        "ids_differ": 0,
+        "bits_differ": 0,
+        "max_logprob_difference": 0.0,
+        "resumes": 0,
+    }
 
 
 def test_one_bit_is_enough(results):
     before = results[1].choices[0].logprobs[2].logprob
     after = float(np.nextafter(np.float32(before), np.float32(0)))
     report = compare(results, [results[0], nudged(results[1], 2, after), results[2]])
-    assert report == {"jobs": 3, "ids_differ": 0, "bits_differ": 1, "max_logprob_difference": after - before}
+    assert report == {
+        "jobs": 3,
+        "ids_differ": 0,
+        "bits_differ": 1,
+        "max_logprob_difference": after - before,
+        "resumes": 0,
+    }
     assert report["max_logprob_difference"] > 0
 
 
@@ -99,6 +112,7 @@ def test_report_and_exit_code_agree(cli, checkpoint: Path, workload, sampling, p
     report = json.loads(run.out)
     assert report.keys() == KEYS
     assert (report["jobs"], report["ids_differ"], run.err) == (3, 0, "")
+    assert (report["resumes"] > 0) == (preempt_every > 0)
     assert report["max_logprob_difference"] <= FLOAT32_NOISE
     assert (report["max_logprob_difference"] > 0) <= (report["bits_differ"] > 0)
     assert run.code == (1 if report["bits_differ"] else 0)
@@ -119,7 +133,7 @@ def test_each_number_of_rows_with_each_budget(cli, checkpoint: Path, workload, o
     assert (report["jobs"], report["ids_differ"], run.err) == (18, 0, "")
     tried = [(entry["rows"], entry["step_tokens"], entry["preempt_every"], entry["jobs"]) for entry in conditions]
     assert tried == [(rows, tokens, 5, 3) for rows in (2, 4) for tokens in (16, 64, 1024)]
-    assert all(entry.keys() == KEYS | {"rows", "step_tokens", "preempt_every"} for entry in conditions)
+    assert all(entry.keys() == KEYS | CONDITION for entry in conditions)
 
 
 @pytest.mark.parametrize(
@@ -167,4 +181,5 @@ async def test_preempting_makes_rows_start_again(checkpoint: Path):
     assert starts[0] == [3]
     assert len(starts[1]) > 2
     assert starts[1] == sorted(starts[1])
+    assert compare(alone, together)["resumes"] == len(starts[1]) - 1
     assert alone[0].token_ids == together[0].token_ids
