@@ -16,7 +16,6 @@ class KVCache:
 
     def __init__(self, model: LanguageModel, rows: int) -> None:
         config = model.config
-        self._retired: dict[int, int] = {}
         shape = (rows, config.kv_heads, model.window, config.head_dim)
         kinds = [(shape, model.kv_dtype)] * 2
         if model.kv_dtype == torch.int8:
@@ -49,18 +48,18 @@ class KVCache:
             return array[:, :, :tokens].index_select(0, rows)
         return array[rows.start : rows.stop, :, :tokens]
 
-    def retire(self, row: int, tokens: int) -> None:
-        """Note that the first `tokens` positions of a row are nobody's any more; the next step zeroes them."""
-        self._retired[row] = max(tokens, self._retired.get(row, 0))
+    def wipe(self, row: int, start: int, stop: int) -> None:
+        """Zero positions, so that a NaN or infinity of an earlier tenant cannot reach the next: padded attention
+        multiplies what lies behind a row's end by 0, and 0 · NaN is NaN."""
+        for layer in self._layers:
+            for tensor in layer:
+                tensor[row, :, start:stop].zero_()
 
-    def wipe_retired(self) -> None:
-        """Zero what was retired, so that a NaN or infinity in it cannot reach the row's next tenant: padded attention
-        multiplies what lies behind a row's end by 0, and 0 · NaN is NaN. Called by the step, off the event loop."""
-        while self._retired:
-            row, tokens = self._retired.popitem()
-            for layer in self._layers:
-                for tensor in layer:
-                    tensor[row, :, :tokens].zero_()
+    def copy(self, source: int, row: int, tokens: int) -> None:
+        """Copy the first `tokens` positions of one row to another."""
+        for layer in self._layers:
+            for tensor in layer:
+                tensor[row, :, :tokens] = tensor[source, :, :tokens]
 
     def finite(self, row: int, tokens: int) -> bool:
         """Whether the first `tokens` positions of a row hold no NaN or infinity."""

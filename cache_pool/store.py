@@ -14,11 +14,11 @@ class RowStore(Protocol):
     def nbytes(self) -> int:
         """Bytes of all layers."""
 
-    def retire(self, row: int, tokens: int) -> None:
-        """Note that the first `tokens` positions of a row are nobody's any more."""
+    def wipe(self, row: int, start: int, stop: int) -> None:
+        """Make what an earlier tenant left at the positions from `start` up to `stop` harmless to the next one."""
 
-    def wipe_retired(self) -> None:
-        """Make what was retired harmless to the rows' next tenants. Called by the step, off the event loop."""
+    def copy(self, source: int, row: int, tokens: int) -> None:
+        """Copy the first `tokens` positions of one row to another."""
 
     def finite(self, row: int, tokens: int) -> bool:
         """Whether the first `tokens` positions of a row hold no NaN or infinity."""

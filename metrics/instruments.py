@@ -59,6 +59,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "generated_tokens_total": ("Tokens generated.", ()),
     "draft_tokens_total": ("Tokens drafted for rows that run nearly alone, by what became of them.", ("outcome",)),
     "steps_total": ("Steps of the engine.", ()),
+    "restarts_total": ("Failed steps after which the engine started anew.", ()),
     "preemptions_total": ("Rows taken from a running request.", ()),
     "window_recomputes_total": ("Recomputes of a full window.", ()),
     "mqtt_messages_total": ("MQTT messages handled.", ("direction", "kind")),
@@ -186,7 +187,7 @@ class Instruments:
         gauges, counters, histograms = self._families.gauges, self._families.counters, self._families.histograms
         child = self._child
 
-        self._queued: dict[str, Gauge] = {
+        self._queued: dict[Priority, Gauge] = {
             value: child(gauges["requests_queued"], value) for value in get_args(Priority)
         }
         self._oldest_queued = child(gauges["oldest_queued_seconds"])
@@ -208,6 +209,7 @@ class Instruments:
         self._drafts = {outcome: child(counters["draft_tokens_total"], outcome) for outcome in ("accepted", "rejected")}
         self._steps = child(counters["steps_total"])
         self._preemptions = child(counters["preemptions_total"])
+        self._restarts = child(counters["restarts_total"])
         self._recomputes = child(counters["window_recomputes_total"])
         self._messages: dict[str, dict[str, Counter]] = {
             direction: {kind: child(counters["mqtt_messages_total"], direction, kind) for kind in kinds}
@@ -300,6 +302,10 @@ class Instruments:
         self._drafts["accepted"].inc(accepted)
         self._drafts["rejected"].inc(rejected)
 
+    def restarted(self) -> None:
+        """The engine failed and started anew."""
+        self._restarts.inc()
+
     def window_recomputed(self, times: int = 1) -> None:
         """A full window was recomputed from position zero, `times` times."""
         self._recomputes.inc(times)
@@ -310,7 +316,7 @@ class Instruments:
 
     def levels(
         self,
-        queued: Mapping[str, int],
+        queued: Mapping[Priority, int],
         oldest_queued_s: float,
         rows_live: int,
         rows_capacity: int,
@@ -318,8 +324,8 @@ class Instruments:
         kv_capacity: int,
     ) -> None:
         """What waits by priority (a class left out is 0), what runs, and tokens in the cache of `kv_capacity`."""
-        for priority in queued:
-            _one_of(self._queued, "priority", priority)
+        for given in queued:
+            _one_of(self._queued, "priority", given)
         for priority, child in self._queued.items():
             child.set(queued.get(priority, 0))
         self._oldest_queued.set(oldest_queued_s)

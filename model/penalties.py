@@ -70,13 +70,15 @@ def processed(scores: Row, ids: Sequence[int], processors: Sequence[Processor]) 
     return scores
 
 
-def masked(scores: Row, params: SamplingParams, blocked: Sequence[int]) -> Row:
-    """The scores with −inf for all ids that must not be chosen."""
+def masked(scores: Row, params: SamplingParams, blocked: Sequence[int], mask: NDArray[np.bool_] | None = None) -> Row:
+    """The scores with −inf for all ids that must not be chosen; `mask` `[vocab]` is true for those that may."""
     if params.allowed_ids is not None:
         allowed = np.asarray(params.allowed_ids, dtype=np.int64)
         only = np.full_like(scores, -np.inf)
         only[allowed] = scores[allowed]
         scores = only
+    if mask is not None:
+        scores[~mask] = -np.inf
     scores[forbidden(params, blocked)] = -np.inf
     return scores
 

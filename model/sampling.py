@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from drumline.model.distribution import WEIGHT_BITS, least_weight
 from drumline.model.errors import EngineFailed
+from drumline.model.grammar import GrammarState
 from drumline.model.kernels.compile import use_threads
 from drumline.model.kernels.sampling import NOT_FINITE, OK, ROW, finish_rows
 from drumline.model.kernels.selection import SHORT, make_scratch
@@ -36,7 +37,8 @@ class RowChoice:
 
     `ids` are the prompt's and generated ids so far, the first `prompt_length` of them the prompt's; `blocked` are
     masked besides the request's own bans (EOS and stop ids before min_tokens); `logprobs` is how many of the likeliest
-    log-probabilities are wanted beside the chosen token's, None for none at all.
+    log-probabilities are wanted beside the chosen token's, None for none at all. `grammar` masks what may not come
+    next. `told` ≥ 0 is a token that is known already: only its log-probabilities are wanted.
     """
 
     params: SamplingParams
@@ -46,12 +48,14 @@ class RowChoice:
     blocked: Sequence[int] = ()
     processors: Sequence[Processor] = ()
     logprobs: int | None = None
+    grammar: GrammarState | None = None
+    told: int = -1
 
     @property
     def plain(self) -> bool:
         """Whether its scores are its logits."""
         params = self.params
-        return not (
+        return self.grammar is None and not (
             self.blocked or self.processors or params.banned_ids or params.logit_bias or params.allowed_ids is not None
             or params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
         )  # fmt: skip
@@ -105,7 +109,7 @@ def log_probabilities(logits: Row, chosen: int, top: int) -> tuple[float, tuple[
     if not 0 <= chosen < len(logits):
         raise IndexError(f"id {chosen} in a vocabulary of {len(logits)}")
     work = _Work(logits[None])
-    work.add(0, RowChoice(SamplingParams(), (), 0, RandomState(0), logprobs=top), chosen)
+    work.add(0, RowChoice(SamplingParams(), (), 0, RandomState(0), logprobs=top, told=chosen))
     (outcome,) = work.finish()
     if isinstance(outcome, Exception):
         raise outcome
@@ -140,8 +144,8 @@ class _Work:
         self._replaced: list[Row] = []
         self._top = 0
 
-    def add(self, place: int, row: RowChoice, chosen: int = -1) -> None:
-        """Take in the row whose logits lie at `place`; where its token is `chosen` already, for log-probabilities."""
+    def add(self, place: int, row: RowChoice) -> None:
+        """Take in the row whose logits lie at `place`."""
         params, random, start, replaced = row.params, row.random, self._changes, -1
         if not row.plain:
             replaced = self._change(self._logits[place, : self._vocab], row)
@@ -152,19 +156,21 @@ class _Work:
             (
                 *(place, params.greedy, params.temperature, top_k, *_limits(params.min_p, params.top_p)),
                 *(random.seed, random.choice, random.index, start, self._changes, replaced),
-                *(logprobs, OK, chosen, 0.0),
+                *(logprobs, OK, row.told, 0.0),
             )
         )
 
     def _change(self, logits: NDArray[np.float32], row: RowChoice) -> int:
         """Note the scores that differ from the logits, or replace all of them; return which full row, −1 for none."""
-        params, full = row.params, bool(row.processors) or row.params.allowed_ids is not None
+        params = row.params
+        full = bool(row.processors) or row.grammar is not None or params.allowed_ids is not None
         if full and not np.isfinite(logits).all():
             raise EngineFailed(_NOT_FINITE)
         try:
             if full:
                 scores = penalised(logits, params, row.ids, row.prompt_length)
-                self._replaced.append(masked(processed(scores, row.ids, row.processors), params, row.blocked))
+                mask = None if row.grammar is None else row.grammar.mask()
+                self._replaced.append(masked(processed(scores, row.ids, row.processors), params, row.blocked, mask))
                 return len(self._replaced) - 1
             ids, values = penalties(logits, params, row.ids, row.prompt_length)
         except EngineFailed:

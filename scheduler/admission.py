@@ -4,6 +4,7 @@ import secrets
 from dataclasses import dataclass
 
 from drumline.model.errors import InvalidRequest
+from drumline.model.grammar import Grammar, Grammars
 from drumline.model.language_model import LanguageModel
 from drumline.scheduler.request import Request
 from drumline.scheduler.stop import StopRules
@@ -17,6 +18,7 @@ class Admitted:
     prompt_ids: tuple[int, ...]
     rules: StopRules
     seed: int
+    grammar: Grammar | None = None
 
 
 class Admission:
@@ -24,6 +26,7 @@ class Admission:
 
     def __init__(self, model: LanguageModel, rows: int) -> None:
         self._model, self._rows = model, rows
+        self._grammars = Grammars(model.tokenizer, model.config.vocab_size)
 
     def admit(self, request: Request) -> Admitted:
         """Tokenise and check; raises `InvalidRequest` that names the field and the limit."""
@@ -41,6 +44,8 @@ class Admission:
                 _given(request),
                 f"has {len(prompt_ids)} tokens, the window holds {window}; overflow='slide' keeps the last of them",
             )
+        if len(prompt_ids) > window and request.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs", f"needs a prompt within the window ({window} tokens)")
         rules = StopRules(
             eos_ids=frozenset(() if request.ignore_eos else self._model.tokenizer.eos_ids),
             stop_ids=frozenset(request.stop_ids),
@@ -49,7 +54,8 @@ class Admission:
             room=None if slides else window - len(prompt_ids) + 1,
         )
         seed = request.sampling.seed
-        return Admitted(request, prompt_ids, rules, secrets.randbits(64) if seed is None else seed)
+        grammar = None if request.structured is None else self._grammars.compile(request.structured)
+        return Admitted(request, prompt_ids, rules, secrets.randbits(64) if seed is None else seed, grammar)
 
     def _slides(self, request: Request) -> bool:
         return self._model.slides if request.overflow is None else request.overflow == "slide"

@@ -26,6 +26,7 @@ class EngineSettings:
     step_tokens: int = 256
     backend: str | None = None
     draft_tokens: int = DRAFT_TOKENS
+    reuse: bool = True
 
 
 class SchedulerConfig(Validated):
@@ -41,4 +42,10 @@ class SchedulerConfig(Validated):
     require_exact: bool
     draft_tokens: int = Field(ge=0, le=DRAFT_TOKENS)
     """The most tokens drafted ahead for a row in one step; 0: none."""
+    reuse: bool
+    """Whether prompts that begin alike are computed once."""
+    refuse_late: bool
+    """Whether a request is refused that cannot be expected to end before its deadline."""
+    restarts: int = Field(ge=0)
+    """How often a failed step may be answered by a new pool, in which all that ran goes on."""
     name: str = Field(min_length=1, max_length=64)

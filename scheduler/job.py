@@ -3,21 +3,30 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from drumline.model.errors import InvalidRequest
 from drumline.model.language_model import LanguageModel
 from drumline.model.reference import uncached_positions
 from drumline.scheduler.admission import Admitted
 from drumline.scheduler.deliver import ChunkStream
-from drumline.scheduler.request import Chunk, Result, Timings, Usage
+from drumline.scheduler.request import Chunk, Result, Timings, TokenLogprob, Usage
 from drumline.scheduler.sequence import Sequence
+
+if TYPE_CHECKING:
+    from drumline.scheduler.live_rows import Pin
 
 
 class GenerationJob:
     """An accepted request. `async for chunk in job` streams it, `await job.result()` waits for the end."""
 
     def __init__(
-        self, job_id: str, admitted: Admitted, model: LanguageModel, submitted_at: float, wake: Callable[[], None]
+        self,
+        job_id: str,
+        admitted: Admitted,
+        model: LanguageModel,
+        submitted_at: float,
+        cancelled: Callable[["GenerationJob"], None],
     ) -> None:
         self.id = job_id
         self.request = admitted.request
@@ -25,12 +34,14 @@ class GenerationJob:
         self.stream_buffer = ChunkStream()
         self.cancel_requested = False
         self.preempt_requested = False
+        self.pin: Pin | None = None
+        """Who keeps its row, and the prompt in it, after the end."""
         self.submitted_at = submitted_at
         self.started_at: float | None = None
         self.first_token_at: float | None = None
         self._seed = admitted.seed
         self._window = model.window
-        self._wake = wake
+        self._cancelled = cancelled
         self._result: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._has_reader = False
 
@@ -54,7 +65,7 @@ class GenerationJob:
     def cancel(self) -> None:
         """Stop at the next step boundary, queued or running; the result says `cancelled`. Harmless after the end."""
         self.cancel_requested = True
-        self._wake()
+        self._cancelled(self)
 
     async def result(self) -> Result:
         """Wait for the end. Never raises for the row's own end: see `Result.raise_for_status`."""
@@ -85,10 +96,15 @@ class GenerationJob:
             usage=self._usage(),
             timings=self._timings(now),
             seed=self._seed,
+            prompt_logprobs=self._prompt_logprobs(),
         )
         self._result.set_result(result)
         self.stream_buffer.close()
         return result
+
+    def _prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
+        told = self.sequences[0].prompt_logprobs
+        return None if self.request.prompt_logprobs is None else (None, *told)
 
     def _claim_reader(self) -> ChunkStream:
         if self._has_reader:
@@ -111,6 +127,8 @@ class GenerationJob:
             generated_tokens=self.generated,
             evaluated_positions=sum(record.input_length for s in self.sequences for record in s.steps),
             uncached_positions=sum(uncached_positions(prompt, len(s.token_ids), window) for s in self.sequences),
+            reused_tokens=sum(s.reused_tokens for s in self.sequences),
+            resumes=sum(s.resumes for s in self.sequences),
             window_recomputes=sum(s.window_recomputes for s in self.sequences),
             window_filled_step=self._window_filled_step(),
         )

@@ -1,7 +1,6 @@
 """Which sequence sits in which row: seating from the queue, committing a step, and every way of leaving."""
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Several
@@ -9,13 +8,19 @@ from dataclasses import replace
 from itertools import takewhile
 
 from drumline.cache_pool.pool import CachePool
-from drumline.metrics.instruments import Instruments
+from drumline.metrics.instruments import Instruments, Priority
+from drumline.model.errors import EngineFailed
 from drumline.model.stop_reason import StopReason
+from drumline.scheduler.job import GenerationJob
 from drumline.scheduler.plan import Backlog, Portion
+from drumline.scheduler.policy import PRIORITIES
 from drumline.scheduler.queue import RequestQueue
 from drumline.scheduler.sequence import Sequence
 from drumline.scheduler.speculation import most_drafts
 from drumline.scheduler.step import RowOutcome
+
+MIN_STEPS_IN_ROW = 16
+"""Steps that a row runs before a higher class may take it: else classes could take turns and compute little else."""
 
 _log = logging.getLogger("drumline")
 
@@ -34,36 +39,58 @@ class LiveRows:
         self._pool, self._queue, self._instruments = pool, queue, instruments
         self._clock, self._ended = clock, ended
         self.by_row: dict[int, Sequence] = {}
-        self.cancel_asked = False
-        self._earliest_deadline = math.inf
+        self.cancel_asked: list[GenerationJob] = []
+        """Jobs that were cancelled since the last sweep."""
+        self.pins = 0
+        """Rows that are pinned, or about to be."""
 
     def enqueue(self, sequences: list[Sequence]) -> None:
         """Put the sequences of a job in the queue; raises `QueueFull`."""
-        self._queue.push(sequences)
-        self._earliest_deadline = min(self._earliest_deadline, *map(_deadline, sequences))
+        self._queue.push(sequences, self._clock())
 
     def backlogs(self) -> list[Backlog]:
-        """What each live row still has to compute, in the order the rows were taken, or slid."""
-        return [Backlog(row, self._pool.pending(row)) for row in self.by_row]
+        """What each live row still has to compute, in the order the rows were taken, or slid; without those whose
+        prefix is being computed in another row."""
+        return [Backlog(row, self._pool.pending(row)) for row in self.by_row if not self._pool.waits(row)]
 
     def seat(self) -> None:
-        """Give free rows to the sequences that waited longest."""
-        while self._pool.free and len(self._queue):
-            sequence = self._queue.pop()
-            self.by_row[self._pool.restore(sequence.saved)] = sequence
-            now = self._clock()
-            sequence.seated(now)
-            if sequence.job.started_at is None:
-                sequence.job.started_at = now
+        """Give rows to those who are next: free ones, and those of a lower class that have run long enough."""
+        now = self._clock()
+        while (waiting := self._queue.foremost(now)) is not None:
+            if not self._pool.free:
+                victim = self._victim(waiting.priority)
+                if victim is None:
+                    return
+                self._preempt([victim])
+            self._queue.remove(waiting)
+            row = self._pool.restore(waiting.saved, reuse=not waiting.tells_prompt)
+            self.by_row[row] = waiting
+            waiting.seated(now)
+            if waiting.job.started_at is None:
+                waiting.job.started_at = now
+            if not waiting.steps:
+                self._queue.served(waiting, waiting.prompt_length - int(self._pool.reused[row]), 0)
+
+    def _victim(self, priority: Priority) -> int | None:
+        """The row to take for a request of this class: of the lowest class below it, the one that came last."""
+        below = [
+            (PRIORITIES.index(sequence.priority), -place, row)
+            for place, (row, sequence) in enumerate(self.by_row.items())
+            if PRIORITIES.index(sequence.priority) < PRIORITIES.index(priority)
+            and sequence.steps_in_row >= MIN_STEPS_IN_ROW
+        ]
+        return min(below)[2] if below else None
 
     def sweep(self) -> None:
         """Act on what was asked since the last step: cancellations, deadlines, preemptions."""
         now = self._clock()
-        if self.cancel_asked or now >= self._earliest_deadline:  # else there is no need to look through the queue
-            for sequence in self._queue.take_out(lambda waiting: _end_asked(waiting, now) is not None):
-                self._end(sequence, _end_asked(sequence, now) or "cancelled")
-            self.cancel_asked = False
-            self._earliest_deadline = min(map(_deadline, self._queue), default=math.inf)
+        for sequence in self._queue.take_expired(now):
+            self._end(sequence, "cancelled" if sequence.job.cancel_requested else "deadline")
+        asked, self.cancel_asked = self.cancel_asked, []
+        for sequence in (sequence for job in asked for sequence in job.sequences):
+            if sequence in self._queue:
+                self._queue.remove(sequence)
+                self._end(sequence, "cancelled")
         for row, sequence in list(self.by_row.items()):
             reason = _end_asked(sequence, now)
             if reason is not None:
@@ -79,7 +106,7 @@ class LiveRows:
 
     def _drafts(self, row: int, most: int) -> tuple[int, ...]:
         sequence = self.by_row[row]
-        if sequence.request.processors:  # they may count their calls
+        if sequence.request.processors or sequence.grammar:  # their state is that of the newest token
             return ()
         most = min(most, self._pool.room(row), sequence.rules.budget - len(sequence.token_ids) - 1)
         drafts = sequence.lookup.drafts(self._pool.ids(row), most)
@@ -97,13 +124,17 @@ class LiveRows:
             taken, reason, error = _accept(sequence, outcome)
             rejected = outcome.rejected + len(outcome.choices) - taken
             record = outcome.record(rejected)
-            sequence.computed(record, now, reached_newest=outcome.segment.wanted > 0)
+            if not sequence.steps_in_row:
+                self._count_reused(sequence, int(self._pool.reused[row]))
+            sequence.computed(record, now, reached_newest=outcome.reached_newest)
             self._pool.advance(row, record.cache_after - record.cache_before)
-            self._count_drafts(sequence, outcome.segment.wanted - 1, rejected)
+            sequence.tell_prompt(outcome.segment.position, outcome.told)
+            self._count_drafts(sequence, outcome.drafted, rejected)
             gap_s = sequence.timed(now, taken)
             if gap_s is not None:
                 gaps[gap_s] += 1
             generated += taken
+            self._queue.served(sequence, 0, taken)
             if reason is not None:
                 self.retire(row, reason, error)
             elif taken:
@@ -122,27 +153,44 @@ class LiveRows:
                 self._instruments.window_recomputed()
         self._send(sequence)
 
+    def _count_reused(self, sequence: Sequence, tokens: int) -> None:
+        if tokens:
+            sequence.reused_tokens += tokens
+            self._instruments.prompt_reused(tokens)
+
     def _count_drafts(self, sequence: Sequence, drafted: int, rejected: int) -> None:
         if drafted > 0:
             sequence.lookup.told(drafted, drafted - rejected)
             self._instruments.drafted(drafted - rejected, rejected)
 
     def retire(self, row: int, reason: StopReason, error: str | None = None) -> None:
-        """End the sequence of a row and free the row."""
+        """End the sequence of a row and free the row, or leave it to who pinned it."""
         self._pool.retire(row, reason)
-        self._end(self.by_row.pop(row), reason, error)
+        sequence = self.by_row.pop(row)
+        if sequence.job.pin is not None and len(self._pool.ids(row)) >= sequence.prompt_length:
+            sequence.job.pin.hold(self._pool, row, sequence.prompt_length)
+        self._end(sequence, reason, error)
 
     def end_unseated(self, sequences: Several[Sequence], reason: StopReason) -> None:
         """End sequences that hold no row and wait in no queue."""
         for sequence in sequences:
             self._end(sequence, reason)
 
+    def move_to(self, pool: CachePool, old: CachePool) -> None:
+        """Everything that runs goes on in a new, empty pool, from its tokens and random state."""
+        for row in reversed(list(self.by_row)):
+            sequence = self.by_row.pop(row)
+            sequence.saved = old.snapshot(row)
+            sequence.resumes += 1
+            self._queue.put_back(sequence, self._clock())
+        self._pool = pool
+
     def fail_all(self, sequences: Iterable[Sequence], error: str) -> None:
         """The engine broke: these end with `error`, whether they run, wait, or were on their way between the two."""
         for row in self.by_row:
             self._pool.retire(row, "error")
         self.by_row.clear()
-        self._queue.take_out(lambda _: True)
+        self._queue.take_all()
         for sequence in sequences:
             self._end(sequence, "error", error)
 
@@ -151,9 +199,9 @@ class LiveRows:
         for row in reversed(rows):
             sequence = self.by_row.pop(row)
             sequence.saved = self._pool.release(row)
+            sequence.resumes += 1
             sequence.job.preempt_requested = False
-            self._queue.push_front(sequence)
-            self._earliest_deadline = min(self._earliest_deadline, _deadline(sequence))
+            self._queue.put_back(sequence, self._clock())
             self._instruments.preempted()
 
     def _end(self, sequence: Sequence, reason: StopReason, error: str | None = None) -> None:
@@ -167,11 +215,39 @@ class LiveRows:
             sequence.job.stream_buffer.put(chunk)
 
 
+class Pin:
+    """A prompt that stays computed, in a row of its own, until `release`."""
+
+    def __init__(self, rows: LiveRows) -> None:
+        self._rows = rows
+        self._rows.pins += 1
+        self._held: tuple[CachePool, int] | None = None
+        self._released = False
+
+    def hold(self, pool: CachePool, row: int, length: int) -> None:
+        """The prompt was computed in this row."""
+        if not self._released:
+            pool.pin(row, length)
+            self._held = pool, row
+
+    def release(self) -> None:
+        """Give the row back. Twice is harmless."""
+        if self._released:
+            return
+        self._released = True
+        self._rows.pins -= 1
+        if self._held is not None:
+            pool, row = self._held
+            pool.unpin(row)
+
+
 def _accept(sequence: Sequence, outcome: RowOutcome) -> tuple[int, StopReason | None, str | None]:
     """How many of a step's choices the sequence took, and why it ends with the last of them."""
     for taken, choice in enumerate(outcome.choices, start=1):
         try:
             reason = sequence.accept(choice)
+        except EngineFailed as error:
+            return taken, "error", str(error)
         except Exception as error:  # a tokenizer that fails on an id fails for this row alone
             _log.exception("a token could not be turned into text")
             return taken, "error", f"token {choice.token_id} could not be turned into text: {type(error).__name__}"
@@ -180,14 +256,9 @@ def _accept(sequence: Sequence, outcome: RowOutcome) -> tuple[int, StopReason | 
     return len(outcome.choices), None if outcome.error is None else "error", outcome.error
 
 
-def _deadline(sequence: Sequence) -> float:
-    deadline_at = sequence.job.deadline_at
-    return math.inf if deadline_at is None else deadline_at
-
-
 def _end_asked(sequence: Sequence, now: float) -> StopReason | None:
     """Why the sequence is to end whatever its row does; a cancellation wins over a deadline."""
     job = sequence.job
     if job.cancel_requested:
         return "cancelled"
-    return "deadline" if now >= _deadline(sequence) else None
+    return "deadline" if now >= sequence.deadline_at else None

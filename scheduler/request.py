@@ -6,8 +6,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
+from drumline.metrics.instruments import Priority
 from drumline.model.batch import StepRecord
 from drumline.model.errors import DeadlineExceeded, EngineFailed, InvalidRequest, JobCancelled
+from drumline.model.grammar import Structured
 from drumline.model.penalties import Processor
 from drumline.model.sampling_params import SamplingParams
 from drumline.model.stop_reason import StopReason
@@ -64,7 +66,15 @@ class Request(Validated):
     n: int = Field(default=1, ge=1)
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     """How many alternatives to report beside the chosen token; None reports nothing."""
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    """The same for the prompt's own ids, each given those before it. Such a prompt is computed whole."""
+    structured: Structured | None = None
+    """What the answer must be: a JSON document, or derived from a grammar."""
     processors: tuple[Processor, ...] = Field(default=(), strict=False, exclude=True)
+    priority: Priority = "normal"
+    """The class in which it waits; a higher one may also take the row of a lower one."""
+    tenant: Name = "default"
+    """Whose share of the rows it counts against."""
     deadline_s: float | None = Field(default=None, gt=0)
     """Seconds from submit."""
     overflow: Literal["stop", "slide"] | None = None
@@ -82,6 +92,8 @@ class Request(Validated):
             raise InvalidRequest("prompt", f"give exactly one of prompt, prompt_ids, messages (got {given or 'none'})")
         if self.min_tokens > self.max_tokens:
             raise InvalidRequest("min_tokens", f"must not exceed max_tokens ({self.max_tokens})")
+        if self.prompt_logprobs is not None and not self.max_tokens:
+            raise InvalidRequest("prompt_logprobs", "needs max_tokens of at least 1: the prompt is not computed else")
         return self
 
 
@@ -115,13 +127,17 @@ class Usage:
     """Token counts of a job. `evaluated_positions` went through the model, wrong drafts among them; an uncached loop
     needs `uncached_positions`.
 
-    `window_filled_step` is the index of the generated token at which the window was first full, or None.
+    `reused_tokens` are those whose keys and values were there already: of another request that begins alike, or from
+    before one of the `resumes` (rows taken away, to go on later). `window_filled_step` is the index of the generated
+    token at which the window was first full, or None.
     """
 
     prompt_tokens: int
     generated_tokens: int
     evaluated_positions: int
     uncached_positions: int
+    reused_tokens: int
+    resumes: int
     window_recomputes: int
     window_filled_step: int | None
 
@@ -167,6 +183,8 @@ class Result:
     usage: Usage
     timings: Timings
     seed: int
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """One a prompt id, where they were asked for; nothing is known of the first."""
 
     @property
     def text(self) -> str:

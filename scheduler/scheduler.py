@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from drumline.cache_pool.pool import CachePool
 from drumline.cache_pool.store import make_kv
-from drumline.metrics.instruments import Instruments, RejectReason, watch_loop_lag
+from drumline.metrics.instruments import RejectReason, watch_loop_lag
 from drumline.model.backends import make_backend
 from drumline.model.backends.fingerprint import fingerprint
 from drumline.model.errors import DrumlineError, EngineFailed, InvalidRequest, QueueFull, SchedulerClosed
@@ -24,16 +24,17 @@ from drumline.scheduler.admission import Admission, Admitted
 from drumline.scheduler.config import DRAFT_TOKENS, VERSION, SchedulerConfig
 from drumline.scheduler.engine import Statistics
 from drumline.scheduler.job import GenerationJob
-from drumline.scheduler.live_rows import LiveRows
+from drumline.scheduler.live_rows import LiveRows, Pin
 from drumline.scheduler.plan import plan_step
+from drumline.scheduler.policy import Policy, default_policy
 from drumline.scheduler.queue import RequestQueue
+from drumline.scheduler.reporting import Reporting
 from drumline.scheduler.request import Request
 from drumline.scheduler.sequence import Sequence
-from drumline.scheduler.step import StepReport, StepRunner
-from drumline.scheduler.totals import StepTotals
+from drumline.scheduler.step import StepRunner
 
 LONG_TEXT = 20_000
-"""Characters beyond which tokenising would hold the event loop up for tens of milliseconds."""
+"""Characters beyond which tokenising would hold the event loop up for tens of milliseconds, as a grammar does."""
 
 _log = logging.getLogger("drumline")
 
@@ -48,6 +49,7 @@ class Scheduler:
     asks for it, a pool that does not fit the memory, or a `name` already used in `registry`. One that is never entered
     keeps its pool and its name until `close`.
 
+    `policy` decides who is next (`policy.py`; default: priority, then fair share between tenants, then arrival).
     `draft_tokens` is how many tokens an exact backend drafts ahead for a row that runs nearly alone; 0: none.
     """
 
@@ -62,8 +64,12 @@ class Scheduler:
         backend: str | None = None,
         require_exact: bool = False,
         draft_tokens: int = DRAFT_TOKENS,
+        reuse: bool = True,
+        refuse_late: bool = False,
+        restarts: int = 0,
         registry: CollectorRegistry | None = None,
         name: str = "main",
+        policy: Policy | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = SchedulerConfig(
@@ -74,6 +80,9 @@ class Scheduler:
             backend=backend,
             require_exact=require_exact,
             draft_tokens=draft_tokens,
+            reuse=reuse,
+            refuse_late=refuse_late,
+            restarts=restarts,
             name=name,
         )
         self.model = model
@@ -85,16 +94,18 @@ class Scheduler:
         self.registry = CollectorRegistry() if registry is None else registry
         self._clock = clock
         self._draft_tokens = draft_tokens if self.backend.exact else 0  # elsewhere they would change roundings
-        self._pool = CachePool(model, rows, make_kv(self.backend.name, model, rows))
-        self._queue: RequestQueue[Sequence] = RequestQueue(queue_requests, queue_tokens)
+        self._pool = self._make_pool()
+        self._queue: RequestQueue[Sequence] = RequestQueue(
+            queue_requests, queue_tokens, default_policy() if policy is None else policy
+        )
         self._admission = Admission(model, rows)
         self._runner = StepRunner(self.backend, self._pool)
-        self.instruments = _instruments(self.registry, name)
+        self._reporting = Reporting(self.registry, name, clock)
+        self.instruments = self._reporting.instruments
         self.instruments.identify(
             version=VERSION, model=model.name, precision=model.precision, backend=self.backend.name
         )
         self._rows = LiveRows(self._pool, self._queue, self.instruments, clock, self._sequence_ended)
-        self._totals = StepTotals()
         self._jobs: dict[str, GenerationJob] = {}
         self._wake, self._room, self._quiet = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._turnstile = asyncio.Lock()  # waiting submits, first come first served: only the foremost looks for room
@@ -140,11 +151,12 @@ class Scheduler:
     async def submit(self, request: Request, *, wait: bool = True) -> GenerationJob:
         """Accept a request, waiting while the queue is full; with `wait=False` that raises `QueueFull`.
 
-        Raises `InvalidRequest`, `SchedulerClosed`, `EngineFailed`. A long text is tokenised in a thread.
+        Raises `InvalidRequest`, `SchedulerClosed`, `EngineFailed`. Long texts are tokenised, and
+        grammars compiled, in a thread.
         """
         with self._refusals_counted():
             self._check_open()
-            if isinstance(request, Request) and request.text_length > LONG_TEXT:
+            if isinstance(request, Request) and (request.text_length > LONG_TEXT or request.structured is not None):
                 admitted = await asyncio.to_thread(self._admission.admit, request)
             else:
                 admitted = self._admission.admit(request)
@@ -175,6 +187,28 @@ class Scheduler:
         """
         job.preempt_requested = job.state == "running"
 
+    async def pin(self, request: Request) -> Pin:
+        """Compute the prompt of a request and keep it in a row of its own, for all that begin alike, until it is
+        released.
+
+        Raises `InvalidRequest` where that would leave no row to run in, or where prompts are not reused; else what
+        `submit` raises, and `Result.raise_for_status`.
+        """
+        if not self.config.reuse:
+            raise InvalidRequest("reuse", "is off: a pinned prompt would be of no use")
+        if self._rows.pins + 2 > self.config.rows:
+            raise InvalidRequest("rows", f"{self.config.rows} leave none beside those that are pinned")
+        only_prompt = {"max_tokens": 1, "min_tokens": 0, "n": 1, "stop": (), "structured": None, "overflow": "stop"}
+        pin = Pin(self._rows)
+        try:
+            job = await self.submit(request.model_copy(update=only_prompt))
+            job.pin = pin
+            (await job.result()).raise_for_status()
+        except BaseException:
+            pin.release()
+            raise
+        return pin
+
     async def drain(self, timeout: float | None = None) -> None:
         """Take no more requests and finish all that were accepted; at `timeout` (seconds) the rest ends `cancelled`."""
         self._draining = True
@@ -200,7 +234,10 @@ class Scheduler:
         self.instruments.close()
 
     def queue_position(self, job_id: str) -> int | None:
-        """How many jobs are ahead of a queued one; None once it runs or when it is unknown."""
+        """How many of the waiting jobs came before a queued one; None once it runs or when it is unknown.
+
+        The policy may take it earlier or later than that.
+        """
         job = self._jobs.get(job_id)
         if job is None or job.state != "queued":
             return None
@@ -219,7 +256,7 @@ class Scheduler:
             kv_capacity_tokens=self.config.rows * self.model.window,
             draining=self._draining,
             healthy=self.healthy,
-            **self._totals.as_dict(),
+            **self._reporting.totals.as_dict(),
         )
 
     def check_integrity(self) -> None:
@@ -229,6 +266,10 @@ class Scheduler:
         alive = {row for row in range(self._pool.rows) if self._pool.alive[row]}
         if alive != set(self._rows.by_row):
             raise RuntimeError(f"pool says rows {sorted(alive)} live, the scheduler {sorted(self._rows.by_row)}")
+
+    def _make_pool(self) -> CachePool:
+        rows = self.config.rows
+        return CachePool(self.model, rows, make_kv(self.backend.name, self.model, rows), self.config.reuse)
 
     def _make_job(self, admitted: Admitted) -> GenerationJob:
         job_id = admitted.request.id or uuid4().hex
@@ -247,6 +288,8 @@ class Scheduler:
             self._check_open()
             if job.id in self._jobs:
                 raise InvalidRequest("id", f"a job {job.id} is queued or running")
+            if self.config.refuse_late:
+                self._check_deadline(job)
         if job.request.max_tokens > 0:
             self._rows.enqueue(job.sequences)
         self._jobs[job.id] = job
@@ -256,6 +299,15 @@ class Scheduler:
         self._wake.set()
         self._publish_levels()
         return job
+
+    def _check_deadline(self, job: GenerationJob) -> None:
+        if job.deadline_at is None:
+            return
+        sequence = job.sequences[0]
+        ahead = self._queue.tokens if not self._pool.free else 0
+        seconds = self._reporting.estimate.seconds(ahead, sequence.prompt_length, sequence.rules.budget)
+        if seconds is not None and self._clock() + seconds > job.deadline_at:
+            raise InvalidRequest("deadline_s", f"cannot be met: this takes about {seconds:.1f} s at present")
 
     def _check_open(self) -> None:
         if self._failure is not None:
@@ -276,22 +328,36 @@ class Scheduler:
             self.instruments.rejected(reason)
             raise
 
-    def _cancel_asked(self) -> None:
-        self._rows.cancel_asked = True
+    def _cancel_asked(self, job: GenerationJob) -> None:
+        self._rows.cancel_asked.append(job)
         self._wake.set()
 
     async def _run(self) -> None:
-        try:
-            while True:
-                if not await self._turn():
-                    await self._wake.wait()
-                self._wake.clear()
-        except Exception as error:  # nothing may leave callers waiting for ever
-            _log.exception("the engine failed; everything that runs or waits ends with an error")
-            self._fail(f"{type(error).__name__}: {error}")
-        except BaseException:
-            self._fail("the scheduler's loop was cancelled")
-            raise
+        restarts = self.config.restarts
+        while self._failure is None:
+            try:
+                while True:
+                    if not await self._turn():
+                        await self._wake.wait()
+                    self._wake.clear()
+            except Exception as error:  # nothing may leave callers waiting for ever
+                if restarts:
+                    restarts -= 1
+                    _log.exception("the engine failed and starts anew; what ran goes on from its tokens")
+                    self._restart()
+                else:
+                    _log.exception("the engine failed; everything that runs or waits ends with an error")
+                    self._fail(f"{type(error).__name__}: {error}")
+            except BaseException:
+                self._fail("the scheduler's loop was cancelled")
+                raise
+
+    def _restart(self) -> None:
+        """A new pool, whatever the failed step left in the old one."""
+        self._pool, old = self._make_pool(), self._pool
+        self._runner = StepRunner(self.backend, self._pool)
+        self._rows.move_to(self._pool, old)
+        self.instruments.restarted()
 
     async def _turn(self) -> bool:
         """One turn of the loop: sweep, seat, plan, step, commit. False when there was nothing to step."""
@@ -309,32 +375,13 @@ class Scheduler:
         report = await loop.run_in_executor(self._torch, self._runner.run, plan, dict(self._rows.by_row))
         stepped = time.perf_counter()
         generated = self._rows.commit(report.outcomes)
-        self._observe(
+        self._reporting.stepped(
             report, generated, planned - started, time.perf_counter() - stepped, time.perf_counter() - started
         )
         return True
 
-    def _observe(self, report: StepReport, generated: int, plan_s: float, commit_s: float, step_s: float) -> None:
-        self._totals.add(report, generated, step_s)
-        self.instruments.prompt_computed(report.prompt_tokens)
-        self.instruments.generated(generated)
-        self.instruments.step(
-            len(report.outcomes),
-            report.tokens,
-            report.padding_ratio,
-            {"plan": plan_s, "forward": report.forward_s, "sample": report.sample_s, "commit": commit_s},
-        )
-
     def _publish_levels(self) -> None:
-        head = self._queue.head
-        self.instruments.levels(
-            queued={"normal": len(self._queue)},
-            oldest_queued_s=0.0 if head is None else self._clock() - head.job.submitted_at,
-            rows_live=len(self._rows.by_row),
-            rows_capacity=self.config.rows,
-            kv_tokens=self._pool.kv_tokens,
-            kv_capacity=self.config.rows * self.model.window,
-        )
+        self._reporting.levels(self._queue, len(self._rows.by_row), self._pool)
 
     def _sequence_ended(self, sequence: Sequence) -> None:
         job = sequence.job
@@ -342,16 +389,7 @@ class Scheduler:
         if result is None:
             return
         del self._jobs[job.id]
-        self._totals.finished += 1
-        timings, usage = result.timings, result.usage
-        self.instruments.request_done(
-            result.status,
-            None if job.started_at is None else timings.queued_s,
-            timings.first_token_s,
-            timings.total_s,
-            usage.prompt_tokens,
-            usage.generated_tokens,
-        )
+        self._reporting.ended(job, result)
         if not self._jobs:
             self._quiet.set()
 
@@ -363,10 +401,3 @@ class Scheduler:
         self._rows.fail_all(unfinished, reason)
         self._room.set()
         self._publish_levels()
-
-
-def _instruments(registry: CollectorRegistry, name: str) -> Instruments:
-    try:
-        return Instruments(registry, name)
-    except ValueError as error:
-        raise InvalidRequest("name", str(error).removeprefix("name: ")) from None

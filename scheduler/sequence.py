@@ -1,8 +1,11 @@
 """One choice of a job on its way: what was generated, what of it has left, and how each pass went."""
 
+import math
+from collections.abc import Sequence as Several
 from typing import TYPE_CHECKING
 
 from drumline.cache_pool.pool import RowSnapshot
+from drumline.metrics.instruments import Priority
 from drumline.model.batch import StepRecord
 from drumline.model.detokenize import Detokenizer
 from drumline.model.random_state import RandomState
@@ -24,6 +27,7 @@ class Sequence:
     def __init__(self, job: "GenerationJob", admitted: Admitted, choice: int, tokenizer: Tokenizer) -> None:
         self.job, self.admitted, self.choice = job, admitted, choice
         self.request, self.rules = admitted.request, admitted.rules
+        self.grammar = None if admitted.grammar is None else admitted.grammar.start()
         self.saved = RowSnapshot(admitted.prompt_ids, 0, RandomState(admitted.seed, choice))
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
@@ -36,6 +40,12 @@ class Sequence:
         self.prefilling = True
         """Whether the row's next passes are over a prompt, a window that slid, or a row that resumes."""
         self.lookup = PromptLookup()
+        self.prompt_logprobs: list[TokenLogprob] = []
+        """Of the prompt's ids from the second on, where they are wanted."""
+        self.steps_in_row = 0
+        self.reused_tokens = 0
+        self.resumes = 0
+        """How often its row was taken away, to go on later."""
         self._marked_at = 0.0
         self._last_token_at: float | None = None
         self._detokenizer = Detokenizer(tokenizer)
@@ -55,13 +65,41 @@ class Sequence:
         """What the sequence counts for in the queue's token bound."""
         return self.prompt_length + self.rules.budget
 
+    @property
+    def priority(self) -> Priority:
+        """The class that the request asks for."""
+        return self.request.priority
+
+    @property
+    def tenant(self) -> str:
+        """Whose share it counts against."""
+        return self.request.tenant
+
+    @property
+    def deadline_at(self) -> float:
+        """When it expires, on the scheduler's clock; infinity for never."""
+        return math.inf if self.job.deadline_at is None else self.job.deadline_at
+
+    @property
+    def tells_prompt(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be told: those of choice 0 are."""
+        wanted = self.request.prompt_logprobs is not None and self.choice == 0
+        return wanted and len(self.prompt_logprobs) < self.prompt_length - 1
+
+    def tell_prompt(self, position: int, told: Several[ChosenToken]) -> None:
+        """Log-probabilities of the ids behind `position`; those told before (the row resumed) change nothing."""
+        for place, chosen in enumerate(told, start=position):
+            if place == len(self.prompt_logprobs) < self.prompt_length - 1 and chosen.logprob is not None:
+                self.prompt_logprobs.append(TokenLogprob(chosen.token_id, chosen.logprob, chosen.top))
+
     def seated(self, now: float) -> None:
         """A row was given; time runs from here."""
-        self._marked_at, self.prefilling = now, True
+        self._marked_at, self.prefilling, self.steps_in_row = now, True, 0
 
     def computed(self, record: StepRecord, now: float, reached_newest: bool) -> None:
         """A pass of the row is done; after the one that reached its newest id, it decodes."""
         self.steps.append(record)
+        self.steps_in_row += 1
         if self.prefilling:
             self.prefill_s += now - self._marked_at
         else:
@@ -88,8 +126,9 @@ class Sequence:
         text = self._detokenizer.push(token_id)
         watched = len(self.token_ids) > self.request.min_tokens  # until then nothing may end the row
         self._add_text(self._stop_strings.push(text) if watched else text)
+        complete = self.grammar is not None and self.grammar.advance(token_id)
         reason = self.rules.decide(token_id, len(self.token_ids))
-        return "stop" if self._stop_strings.matched and reason != "eos" else reason
+        return "stop" if (complete or self._stop_strings.matched) and reason != "eos" else reason
 
     def finish(self, reason: StopReason, error: str | None = None) -> None:
         """Set why it ended, and release the text that was held back."""

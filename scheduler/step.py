@@ -21,7 +21,6 @@ from drumline.scheduler.plan import Portion
 from drumline.scheduler.sequence import Sequence
 
 _log = logging.getLogger("drumline")
-_UNEXPECTED = "choosing a token failed: {}"
 
 
 @dataclass(frozen=True)
@@ -29,12 +28,18 @@ class RowOutcome:
     """What the step did for one row."""
 
     segment: Segment
+    told: tuple[Choice, ...] = ()
+    """Log-probabilities of the ids that follow its first tokens, where the prompt's are wanted."""
     choices: tuple[Choice, ...] = ()
     """The tokens chosen, in order: one where logits were wanted, and one more for each draft that was right."""
     rejected: int = 0
     """Drafts of the segment that were wrong, or stood behind one."""
     error: str | None = None
     """Why no token could be chosen behind these."""
+
+    drafted: int = 0
+    reached_newest: bool = False
+    """Whether logits of its newest id, and of the drafts behind it, were computed."""
 
     def record(self, rejected: int) -> StepRecord:
         """Tokens fed, and tokens cached before and after, so many of the drafts not among them."""
@@ -81,13 +86,21 @@ class StepRunner:
     def run(self, plan: list[Portion], sequences: Mapping[int, Sequence]) -> StepReport:
         """Compute the plan's portions, and choose a token for each row that reached its newest id, and behind each
         draft that proves right."""
-        self._pool.kv.wipe_retired()
-        segments = tuple(self._pool.segment(portion.row, portion.length, portion.drafts) for portion in plan)
+        self._pool.update_store()
+        segments = tuple(
+            self._pool.segment(portion.row, portion.length, portion.drafts, sequences[portion.row].tells_prompt)
+            for portion in plan
+        )
         started = time.perf_counter()
         output = self._backend.forward(StepBatch(segments), self._pool.kv)
         forwarded = time.perf_counter()
         chosen = iter(self._choose(output.logits, segments, sequences))
-        outcomes = [_outcome(segment, list(islice(chosen, segment.wanted))) for segment in segments]
+        outcomes = []
+        for portion, segment in zip(plan, segments, strict=True):
+            lines = list(islice(chosen, segment.wanted))
+            newest = segment.wanted > 0 and self._pool.pending(segment.row) == portion.length
+            own = 1 + len(portion.drafts) if newest else 0
+            outcomes.append(_outcome(segment, lines[: len(lines) - own], lines[len(lines) - own :]))
         return StepReport(
             outcomes,
             prompt_tokens=sum(segment.length for segment in segments if sequences[segment.row].prefilling),
@@ -105,7 +118,9 @@ class StepRunner:
         for segment in segments:
             sequence = sequences[segment.row]
             request, ids, random = sequence.request, self._pool.ids(segment.row), self._pool.random(segment.row)
-            for accepted in range(segment.wanted):
+            known = ids[segment.end - segment.wanted + 1 : segment.end + 1] if sequence.tells_prompt else []
+            rows += [_told(token_id, request.prompt_logprobs) for token_id in known]
+            for accepted in range(segment.wanted - len(known)):
                 rows.append(
                     RowChoice(
                         request.sampling,
@@ -115,6 +130,7 @@ class StepRunner:
                         sequence.rules.blocked(len(sequence.token_ids) + accepted),
                         request.processors,
                         request.logprobs,
+                        sequence.grammar,
                     )
                 )
                 if accepted + 1 < segment.wanted:
@@ -122,18 +138,32 @@ class StepRunner:
         return choose_rows(logits.numpy(), rows) if rows else []
 
 
-def _outcome(segment: Segment, chosen: Several[Choice | Exception]) -> RowOutcome:
-    """Its choices up to the first that the next draft does not repeat. A row's own trouble ends in its outcome, never
-    in the step."""
-    drafts = segment.token_ids[segment.length - len(chosen) + 1 :]
+def _told(token_id: int, logprobs: int | None) -> RowChoice:
+    return RowChoice(SamplingParams(), (), 0, RandomState(0), logprobs=logprobs, told=token_id)
+
+
+def _outcome(segment: Segment, told: Several[Choice | Exception], chosen: Several[Choice | Exception]) -> RowOutcome:
+    """What was told, and the choices up to the first that the next draft does not repeat. A row's own trouble ends in
+    its outcome, never in the step."""
+    drafts = segment.token_ids[segment.length - len(chosen) + 1 :] if chosen else []
+    outcome = RowOutcome(segment, drafted=len(drafts), reached_newest=bool(chosen))
+    for choice in told:
+        if isinstance(choice, Exception):
+            return replace(outcome, rejected=len(drafts), error=_reason(choice))
+    outcome = replace(outcome, told=tuple(choice for choice in told if isinstance(choice, Choice)))
     choices: list[Choice] = []
     for choice, draft in zip_longest(chosen, drafts):
         if isinstance(choice, Exception):
-            if not isinstance(choice, EngineFailed):
-                _log.error("choosing a token failed", exc_info=choice)
-            reason = str(choice) if isinstance(choice, EngineFailed) else _UNEXPECTED.format(type(choice).__name__)
-            return RowOutcome(segment, tuple(choices), len(drafts) - len(choices), reason)
+            rejected = len(drafts) - len(choices)
+            return replace(outcome, choices=tuple(choices), rejected=rejected, error=_reason(choice))
         choices.append(choice)
         if choice.token_id != draft:
             break
-    return RowOutcome(segment, tuple(choices), len(chosen) - len(choices))
+    return replace(outcome, choices=tuple(choices), rejected=len(chosen) - len(choices))
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, EngineFailed):
+        return str(error)
+    _log.error("choosing a token failed", exc_info=error)
+    return f"choosing a token failed: {type(error).__name__}"

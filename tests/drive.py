@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from numpy.typing import NDArray
@@ -84,6 +84,15 @@ async def held(scheduler: Scheduler, tokens: int = 8, **fields: object) -> tuple
     job = await scheduler.submit(asking("h", tokens, processors=[gate], **fields))
     await gate.arrived()
     return gate, job
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Let the scheduler work until a condition holds."""
+    for turn in range(100_000):
+        if holds():
+            return
+        await asyncio.sleep(0.001 if turn % 50 == 49 else 0)  # now and then the step's thread needs the interpreter
+    raise TimeoutError("it never held")
 
 
 def metric(scheduler: Scheduler, name: str, **labels: str) -> float | None:

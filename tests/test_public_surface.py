@@ -25,9 +25,12 @@ def test_exported_names():
         "EngineFailed",
         "InvalidRequest",
         "JobCancelled",
+        "JsonSchema",
+        "Lark",
         "Message",
         "ModelLoadError",
         "QueueFull",
+        "Regex",
         "Request",
         "Result",
         "SamplingParams",
@@ -55,7 +58,11 @@ DEFAULTS = {
         "sampling": SamplingParams(),
         "n": 1,
         "logprobs": None,
+        "prompt_logprobs": None,
+        "structured": None,
         "processors": (),
+        "priority": "normal",
+        "tenant": "default",
         "deadline_s": None,
         "overflow": None,
     },
@@ -94,7 +101,7 @@ def test_message_has_no_defaults():
     ("kind", "names"),
     [
         (Chunk, ["choice", "first_token", "text_offset", "text", "token_ids", "logprobs"]),
-        (Result, ["id", "choices", "usage", "timings", "seed"]),
+        (Result, ["id", "choices", "usage", "timings", "seed", "prompt_logprobs"]),
         (
             Choice,
             ["choice", "text", "token_ids", "stop_reason", "logprobs", "token_times_s", "steps", "error"],
@@ -106,6 +113,8 @@ def test_message_has_no_defaults():
                 "generated_tokens",
                 "evaluated_positions",
                 "uncached_positions",
+                "reused_tokens",
+                "resumes",
                 "window_recomputes",
                 "window_filled_step",
             ],
@@ -160,17 +169,22 @@ def test_scheduler_signature_and_verbs():
         "backend": None,
         "require_exact": False,
         "draft_tokens": 5,
+        "reuse": True,
+        "refuse_late": False,
+        "restarts": 0,
         "registry": None,
         "name": "main",
+        "policy": None,
     }
     assert list(SchedulerConfig.model_fields) == [
-        name for name in parameters if name not in ("model", "clock", "registry")
+        name for name in parameters if name not in ("model", "clock", "registry", "policy")
     ]
     verbs = {name for name in vars(Scheduler) if not name.startswith("_")}
     assert verbs == {
         "submit",
         "submit_nowait",
         "preempt",
+        "pin",
         "drain",
         "close",
         "queue_position",

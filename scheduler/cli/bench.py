@@ -30,7 +30,7 @@ def bench(
     seed: Annotated[int, typer.Option(help="Seed of the first line; each further one counts one up.")] = 0,
     step_tokens: options.StepTokens = 256,
     draft_tokens: options.DraftTokens = DRAFT_TOKENS,
-    reuse: options.Reuse = "off",
+    reuse: options.Reuse = "on",
     window: options.Window = None,
     precision: options.PrecisionName = "auto",
     backend: options.BackendName = "auto",
@@ -38,11 +38,10 @@ def bench(
     as_json: options.AsJson = False,
 ) -> None:
     """Measure tokens per second, time to first token and gaps between tokens. EOS is ignored."""
-    options.check_reuse(reuse)
     options.use_threads(threads)
     requests = with_sampling(read_workload(workload), sampling, seed)
     loaded = options.open_model(model, precision, window)
-    settings = EngineSettings(rows, step_tokens, options.chosen_backend(backend), draft_tokens)
+    settings = EngineSettings(rows, step_tokens, options.chosen_backend(backend), draft_tokens, reuse == "on")
     report = run_loop(measure(loaded, requests, settings))
     if as_json:
         print(json.dumps(report))

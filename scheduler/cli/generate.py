@@ -43,6 +43,7 @@ def generate(
     rows: options.Rows = 16,
     step_tokens: options.StepTokens = 256,
     draft_tokens: options.DraftTokens = DRAFT_TOKENS,
+    reuse: options.Reuse = "on",
     window: options.Window = None,
     precision: options.PrecisionName = "auto",
     backend: options.BackendName = "auto",
@@ -50,7 +51,7 @@ def generate(
 ) -> None:
     """Stream one answer to the terminal, or run a file of requests with a progress bar."""
     options.use_threads(threads)
-    settings = EngineSettings(rows, step_tokens, options.chosen_backend(backend), draft_tokens)
+    settings = EngineSettings(rows, step_tokens, options.chosen_backend(backend), draft_tokens, reuse == "on")
     if input is not None:
         if prompt is not None or output is None:
             raise InvalidRequest("--input", "goes with --output, and without a prompt")

@@ -69,12 +69,6 @@ def mqtt_protocol(version: MqttVersion) -> ProtocolLevel:
     return 5 if version == "5" else 4
 
 
-def check_reuse(reuse: OnOff) -> None:
-    """Raise `InvalidRequest` where prefix reuse is asked for: this version computes every prompt."""
-    if reuse == "on":
-        raise InvalidRequest("--reuse", "prefix reuse is not available in this version; use off")
-
-
 def use_threads(threads: int | None) -> None:
     """Set torch's thread count; raises `InvalidRequest` below 1."""
     if threads is None:

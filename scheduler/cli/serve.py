@@ -32,6 +32,7 @@ def serve(
     rows: options.Rows = 16,
     step_tokens: options.StepTokens = 256,
     draft_tokens: options.DraftTokens = DRAFT_TOKENS,
+    reuse: options.Reuse = "on",
     window: options.Window = None,
     precision: options.PrecisionName = "auto",
     backend: options.BackendName = "auto",
@@ -53,7 +54,7 @@ def serve(
     settings = WorkerSettings(
         broker=None if broker is None else parse_broker_url(broker),
         metrics=metrics_address(metrics),
-        engine=EngineSettings(rows, step_tokens, options.chosen_backend(backend), draft_tokens),
+        engine=EngineSettings(rows, step_tokens, options.chosen_backend(backend), draft_tokens, reuse == "on"),
         name=name,
         prefix=prefix,
         protocol=options.mqtt_protocol(mqtt),

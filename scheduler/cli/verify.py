@@ -34,6 +34,7 @@ class Condition:
     step_tokens: int
     preempt_every: int = 0
     draft_tokens: int = DRAFT_TOKENS
+    reuse: bool = True
 
     @property
     def title(self) -> str:
@@ -57,7 +58,7 @@ def verify(
         list[str] | None,
         typer.Option("--step-tokens", help="Step budgets to try, with commas or repeated. Default: 256."),
     ] = None,
-    reuse: options.Reuse = "off",
+    reuse: options.Reuse = "on",
     window: options.Window = None,
     precision: options.PrecisionName = "auto",
     backend: options.BackendName = "auto",
@@ -66,15 +67,14 @@ def verify(
 ) -> None:
     """Compare ids and log-probability bits of each request alone with those beside all others; exit 1 where any differ.
 
-    Each number of rows is tried with each step budget. Requests alone run without drafts. The torch backend makes no
-    promise here: its float products round differently for different batch sizes.
+    Each number of rows is tried with each step budget. Requests alone run without drafts and reuse. The torch
+    backend makes no promise here: its float products round differently for different batch sizes.
     """
-    options.check_reuse(reuse)
     options.use_threads(threads)
     requests = with_sampling(read_workload(workload), sampling, seed)
     requests = [request.model_copy(update={"logprobs": request.logprobs or 0}) for request in requests]
     conditions = [
-        Condition(*pair, preempt_every, draft_tokens)
+        Condition(*pair, preempt_every, draft_tokens, reuse == "on")
         for pair in product(_numbers("--rows", rows, 16), _numbers("--step-tokens", step_tokens, 256))
     ]
     _check(requests, conditions)
@@ -114,7 +114,9 @@ async def run_alone(
     """Results of each request with no other beside it."""
     choices = max(request.n for request in requests)
     results = []
-    async with make_scheduler(model, requests, EngineSettings(choices, ALONE_STEP_TOKENS, backend, 0)) as scheduler:
+    async with make_scheduler(
+        model, requests, EngineSettings(choices, ALONE_STEP_TOKENS, backend, draft_tokens=0, reuse=False)
+    ) as scheduler:
         for request in requests:
             results.append(await (await scheduler.submit(request)).result())
             on_done()
@@ -129,7 +131,7 @@ async def run_together(
     on_done: Callable[[], None],
 ) -> list[Result]:
     """Results of all requests, queued at once and preempted as asked."""
-    settings = EngineSettings(condition.rows, condition.step_tokens, backend, condition.draft_tokens)
+    settings = EngineSettings(condition.rows, condition.step_tokens, backend, condition.draft_tokens, condition.reuse)
     async with make_scheduler(model, requests, settings) as scheduler:
         jobs = [await scheduler.submit(request) for request in requests]
 
@@ -152,7 +154,7 @@ async def _preempting(scheduler: Scheduler, job: GenerationJob, every: int) -> R
 
 def compare(alone: Sequence[Result], together: Sequence[Result]) -> Report:
     """How many jobs have other ids, and other ids or log-probability bits, and the largest difference where ids agree;
-    and how often a row of the second run was saved, taken away and computed again.
+    and how often a row of the second run was taken away to go on later, and how many tokens were reused.
 
     Raises `EngineFailed` for a job that failed.
     """
@@ -171,20 +173,16 @@ def compare(alone: Sequence[Result], together: Sequence[Result]) -> Report:
         "ids_differ": ids_differ,
         "bits_differ": bits_differ,
         "max_logprob_difference": largest,
-        "resumes": sum(map(_resumes, together)),
+        "resumes": sum(result.usage.resumes for result in together),
+        "reused_tokens": sum(result.usage.reused_tokens for result in together),
     }
-
-
-def _resumes(result: Result) -> int:
-    """Rows that began again from their first token, but for windows that slid."""
-    starts = sum(step.cache_before == 0 for choice in result.choices for step in choice.steps)
-    return starts - sum(bool(choice.steps) for choice in result.choices) - result.usage.window_recomputes
 
 
 def added(reports: Sequence[Report]) -> Report:
     """The reports as one: counts added up, and the largest of the differences."""
     totals = {
-        name: sum(report[name] for report in reports) for name in ("jobs", "ids_differ", "bits_differ", "resumes")
+        name: sum(report[name] for report in reports)
+        for name in ("jobs", "ids_differ", "bits_differ", "resumes", "reused_tokens")
     }
     return totals | {"max_logprob_difference": max(report["max_logprob_difference"] for report in reports)}
 
@@ -193,7 +191,7 @@ def _sentence(report: Report) -> str:
     return (
         f"{report['jobs']} jobs: {report['ids_differ']} with other ids, {report['bits_differ']} with other bits; "
         f"largest log-probability difference {report['max_logprob_difference']:.3g}; "
-        f"rows resumed {report['resumes']} times"
+        f"rows resumed {report['resumes']} times, {report['reused_tokens']} tokens reused"
     )
 
 
@@ -234,6 +232,9 @@ def _check(requests: Sequence[Request], conditions: Sequence[Condition]) -> None
             backend=None,
             require_exact=False,
             draft_tokens=condition.draft_tokens,
+            reuse=condition.reuse,
+            refuse_late=False,
+            restarts=0,
             name="verify",
         )
         for request in requests:

@@ -55,18 +55,21 @@ class SubmitMessage(Request):
     correlation_data: str | None = None
 
     @model_validator(mode="after")
-    def _no_code(self) -> Self:
+    def _no_code_and_no_other_tenant(self) -> Self:
         if self.processors:
             raise InvalidRequest("processors", "cannot be sent over MQTT")
+        if "tenant" in self.model_fields_set:
+            raise InvalidRequest("tenant", "cannot be sent over MQTT: it is the client")
         return self
 
-    def request(self, deadline_s: float | None = None) -> Request:
-        """The engine's view: no `id` (two clients may use the same one), and the earlier of the two deadlines."""
+    def request(self, client: str, deadline_s: float | None = None) -> Request:
+        """The engine's view: no `id` (two clients may use the same one), the client as tenant, and the earlier of the
+        two deadlines."""
         fields = {name: getattr(self, name) for name in Request.model_fields if name != "id"}
         fields["deadline_s"] = min(
             (given for given in (self.deadline_s, deadline_s) if given is not None), default=None
         )
-        return Request(**fields)
+        return Request(**fields | {"tenant": client})
 
     @property
     def digest(self) -> bytes:
@@ -247,7 +250,7 @@ def failed_message(job_id: str, code: ErrorCode, reason: str, lost: ResultMessag
         choices=(ChoiceMessage(choice=0, text="", token_ids=(), stop_reason="error", seed=seed, error=reason),),
         text="",
         token_ids=(),
-        usage=usage or Usage(0, 0, 0, 0, 0, None),
+        usage=usage or Usage(0, 0, 0, 0, 0, 0, 0, None),
         timings=timings or Timings(0.0, 0.0, 0.0, None, 0.0),
         error=ErrorMessage(code=code, field=None, message=reason),
     )

@@ -217,7 +217,7 @@ class Jobs:
             async with self._admissions:
                 # A broker takes the time that a message waited off its expiry: what is left is what the job has.
                 expiry_s = message.message_expiry_s
-                request = submit.request(None if expiry_s is None else max(expiry_s, 1e-3))
+                request = submit.request(running.reply.client, None if expiry_s is None else max(expiry_s, 1e-3))
                 job = await self._engine.submit(request, wait=False)
         except Exception as error:
             self._forget(running)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         QueueFull,
         SchedulerClosed,
     )
+    from drumline.model.grammar import JsonSchema, Lark, Regex
     from drumline.model.registry import load_model
     from drumline.model.sampling_params import SamplingParams
     from drumline.scheduler.config import VERSION as __version__  # noqa: N811
@@ -32,6 +33,7 @@ _HOMES = {
         *("DeadlineExceeded", "DrumlineError", "EngineFailed", "InvalidRequest"),
         *("JobCancelled", "ModelLoadError", "QueueFull", "SchedulerClosed"),
     ),
+    "drumline.model.grammar": ("JsonSchema", "Lark", "Regex"),
     "drumline.model.registry": ("load_model",),
     "drumline.model.sampling_params": ("SamplingParams",),
     "drumline.scheduler.request": ("Choice", "Chunk", "Message", "Request", "Result"),
@@ -47,9 +49,12 @@ __all__ = [
     "EngineFailed",
     "InvalidRequest",
     "JobCancelled",
+    "JsonSchema",
+    "Lark",
     "Message",
     "ModelLoadError",
     "QueueFull",
+    "Regex",
     "Request",
     "Result",
     "SamplingParams",

@@ -50,14 +50,13 @@ def test_a_range_is_a_view_and_an_index_gathers(cache: KVCache):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_retired_row_is_zeroed_in_all_layers(cache: KVCache, bad: float):
+def test_wiped_positions_are_zeroed_in_all_layers(cache: KVCache, bad: float):
     for layer in range(2):
         for row in range(3):
             cache.write(layer, torch.tensor([row]), torch.tensor([3]), packed(1), packed(1) * bad)
     assert cache.finite(1, 3)
     assert not cache.finite(1, 4)
-    cache.retire(1, 4)
-    cache.wipe_retired()
+    cache.wipe(1, 3, 4)
     assert cache.finite(1, 32)
     for layer in range(2):
         for tensor in cache.read(layer, range(1, 2), 32):

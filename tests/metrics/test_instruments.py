@@ -34,6 +34,7 @@ CONTRACT = {
         "generated_tokens_total": {},
         "draft_tokens_total": {"outcome": {"accepted", "rejected"}},
         "steps_total": {},
+        "restarts_total": {},
         "preemptions_total": {},
         "window_recomputes_total": {},
         "mqtt_messages_total": {

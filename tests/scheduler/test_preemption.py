@@ -37,7 +37,7 @@ class TestPreemption:
         request = asking("p" * 60)
         model = tiny_model(window=96)
         (alone,) = await generate(model, request)
-        async with Scheduler(model, rows=2, step_tokens=17) as scheduler:
+        async with Scheduler(model, rows=2, step_tokens=17, reuse=False) as scheduler:
             gate, _ = await held(scheduler)
             job = await scheduler.submit(request)
             gate.step()
@@ -90,7 +90,8 @@ class TestPreemption:
 
     async def test_choices_come_back_in_their_order(self):
         ticks = itertools.count()
-        async with Scheduler(tiny_model(window=64), rows=3, step_tokens=17, clock=lambda: next(ticks)) as scheduler:
+        settings = {"rows": 3, "step_tokens": 17, "reuse": False}
+        async with Scheduler(tiny_model(window=64), clock=lambda: next(ticks), **settings) as scheduler:
             gate, _ = await held(scheduler, tokens=30)
             job = await scheduler.submit(asking("p" * 30, n=2))
             while not all(sequence.token_ids for sequence in job.sequences):

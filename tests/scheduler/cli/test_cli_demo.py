@@ -35,7 +35,7 @@ def test_an_answer_is_shown_as_it_is(capsys):
     """What a model writes is no markup of ours: `[/b]` must neither vanish nor raise."""
     text = "Dear [name], see you :sun: at [red]8[/b]"
     choice = Choice(0, text, (5,), "budget")
-    result = Result("a", (choice,), Usage(1, 1, 1, 1, 0, None), Timings(0, 0, 0, 0, 0), seed=1)
+    result = Result("a", (choice,), Usage(1, 1, 1, 1, 0, 0, 0, None), Timings(0, 0, 0, 0, 0), seed=1)
     Console(width=200).print(answers_table([Answer("[/i] prompt", result, 0.1, 0.2)]))
     shown = capsys.readouterr().out
     assert text in shown

@@ -13,8 +13,8 @@ from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-KEYS = {"jobs", "ids_differ", "bits_differ", "max_logprob_difference", "resumes"}
-CONDITION = {"rows", "step_tokens", "preempt_every", "draft_tokens"}
+KEYS = {"jobs", "ids_differ", "bits_differ", "max_logprob_difference", "resumes", "reused_tokens"}
+CONDITION = {"rows", "step_tokens", "preempt_every", "draft_tokens", "reuse"}
 LINES = [
     {"prompt": "a", "max_tokens": 9},
     {"prompt": "bcd", "max_tokens": 12, "sampling": {"temperature": 1.0, "seed": 4}},
@@ -46,6 +46,7 @@ def test_equal_results(results):
         "bits_differ": 0,
         "max_logprob_difference": 0.0,
         "resumes": 0,
+        "reused_tokens": 0,
     }
 
 
@@ -59,6 +60,7 @@ def test_one_bit_is_enough(results):
         "bits_differ": 1,
         "max_logprob_difference": after - before,
         "resumes": 0,
+        "reused_tokens": 0,
     }
     assert report["max_logprob_difference"] > 0
 

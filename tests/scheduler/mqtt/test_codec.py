@@ -55,7 +55,7 @@ def results(draw: st.DrawFn) -> Result:
         )
         for index in range(draw(st.integers(1, 3)))
     )
-    counts = [draw(st.integers(0, 2**40)) for _ in range(5)]
+    counts = [draw(st.integers(0, 2**40)) for _ in range(7)]
     usage = Usage(*counts, draw(st.none() | st.integers(0, 9)))
     timings = Timings(draw(seconds), draw(seconds), draw(seconds), draw(st.none() | seconds), draw(seconds))
     return Result("j", choices, usage, timings, draw(st.integers(0, 2**64 - 1)))
@@ -102,7 +102,7 @@ def test_the_one_form():
 
 
 def test_the_status_and_the_stop_reason_belong_together():
-    usage, timings = Usage(1, 2, 3, 4, 0, None), Timings(0.0, 0.0, 0.0, None, 0.0)
+    usage, timings = Usage(1, 2, 3, 4, 0, 0, 0, None), Timings(0.0, 0.0, 0.0, None, 0.0)
     choices = (Choice(0, "a", (1,), "eos"), Choice(1, "", (), "error", error="NaN in the logits"))
     message = result_message("j", Result("x", choices, usage, timings, 1))
     assert (message.status, message.stop_reason) == ("failed", "error")
@@ -168,7 +168,7 @@ requests = st.fixed_dictionaries(
 @given(requests)
 def test_jobs_survive_the_wire(body: dict[str, object]):
     message = parse_submit(json.dumps(body).encode())
-    request = message.request()
+    request = message.request("kitchen")
     assert request.id is None
     assert (request.prompt, request.max_tokens) == (body["prompt"], body.get("max_tokens", 128))
     again = parse_submit(message.model_dump_json(exclude_none=True, exclude_defaults=True).encode())
@@ -183,16 +183,17 @@ def test_a_job_becomes_the_request_it_describes():
         b'{"id":"j","messages":[{"role":"user","content":"hi"}],"stop_ids":[3],'
         b'"sampling":{"logit_bias":{"5":1.5},"seed":18446744073709551615}}'
     )
-    request = parse_submit(body).request()
+    request = parse_submit(body).request("kitchen")
     assert request == Request(
         messages=({"role": "user", "content": "hi"},),
         stop_ids=(3,),
         sampling=SamplingParams(logit_bias={5: 1.5}, seed=2**64 - 1),
+        tenant="kitchen",
     )
-    assert parse_submit(body).request(deadline_s=4).deadline_s == 4.0
-    assert SubmitMessage(id="j", prompt="x", deadline_s=2.0).request(deadline_s=4).deadline_s == 2.0
-    assert SubmitMessage(id="j", prompt="x", deadline_s=8.0).request(deadline_s=4).deadline_s == 4.0
-    assert SubmitMessage(id="j", prompt="x").request().deadline_s is None
+    assert parse_submit(body).request("kitchen", deadline_s=4).deadline_s == 4.0
+    assert SubmitMessage(id="j", prompt="x", deadline_s=2.0).request("kitchen", deadline_s=4).deadline_s == 2.0
+    assert SubmitMessage(id="j", prompt="x", deadline_s=8.0).request("kitchen", deadline_s=4).deadline_s == 4.0
+    assert SubmitMessage(id="j", prompt="x").request("kitchen").deadline_s is None
 
 
 WRONG = {
@@ -214,6 +215,8 @@ WRONG = {
     b'{"id":"j","prompt":"a","sampling":{"colour":1}}': "sampling.colour",
     b'{"id":"j","prompt":"a","processors":["os.system"]}': "processors.0",
     b'{"id":"j","prompt":"a","colour":1}': "colour",
+    b'{"id":"j","prompt":"a","tenant":"other"}': "tenant",
+    b'{"id":"j","prompt":"a","priority":"urgent"}': "priority",
 }
 
 

@@ -1,0 +1,284 @@
+"""Who is next: the order in which what waits gets rows. Plain Python; time is handed in."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
+from typing import Protocol, get_args
+
+from drumline.metrics.instruments import Priority
+
+PRIORITIES: tuple[Priority, ...] = get_args(Priority)
+"""Lowest first."""
+AGEING_S = 30.0
+MOST_REMEMBERED = 1_000
+"""Tenants that do not wait and whose share is remembered: memory must not grow with all that ever came."""
+GENERATED_COST = 2.0
+"""A generated token counts as two of a prompt (Sheng et al. 2024, "Fairness in Serving Large Language Models")."""
+
+
+class Entry(Protocol):
+    """What an order is made of."""
+
+    @property
+    def priority(self) -> Priority:
+        """The class asked for."""
+
+    @property
+    def tenant(self) -> str:
+        """Whose share it counts against."""
+
+
+class Policy(Protocol):
+    """Keeps entries in an order of its own. Entries are told apart by identity."""
+
+    def __len__(self) -> int:
+        """How many wait."""
+
+    def __iter__(self) -> Iterator[Entry]:
+        """All that wait, in no promised order."""
+
+    def add(self, entry: Entry, now: float) -> None:
+        """A new entry, or (foremost of its equals) one that ran already: see `put_back`."""
+
+    def put_back(self, entry: Entry, now: float) -> None:
+        """An entry whose row was taken away: it goes before those that it went before when it was picked."""
+
+    def remove(self, entry: Entry) -> None:
+        """Take an entry out: it gets a row, or ended. Raises `KeyError` for one that does not wait."""
+
+    def foremost(self, now: float) -> Entry | None:
+        """Who is next; stays until it is removed."""
+
+    def served(self, entry: Entry, prompt_tokens: int, generated_tokens: int) -> None:
+        """What was computed for an entry that has a row."""
+
+
+class FirstCome:
+    """The order of arrival."""
+
+    def __init__(self) -> None:
+        self._line: OrderedDict[int, Entry] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._line.values())
+
+    def add(self, entry: Entry, now: float) -> None:
+        """At the end."""
+        self._line[id(entry)] = entry
+
+    def put_back(self, entry: Entry, now: float) -> None:
+        """At the head."""
+        self._line[id(entry)] = entry
+        self._line.move_to_end(id(entry), last=False)
+
+    def remove(self, entry: Entry) -> None:
+        """Raises `KeyError` for one that does not wait."""
+        del self._line[id(entry)]
+
+    def foremost(self, now: float) -> Entry | None:
+        """The one that came first."""
+        return next(iter(self._line.values()), None)
+
+    def served(self, entry: Entry, prompt_tokens: int, generated_tokens: int) -> None:
+        """Nothing: arrival is all that counts."""
+
+
+class Shares:
+    """What each tenant has been served: tokens over its weight. One that comes (back) starts no lower than the tenant
+    that was picked last, so that nobody saves up."""
+
+    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+        self._weights = {} if weights is None else weights
+        self._waiting: dict[str, int] = {}
+        self._served: dict[str, float] = {}
+        self._floor = 0.0
+
+    def of(self, tenant: str) -> float:
+        """What a tenant has been served."""
+        return max(self._served.get(tenant, 0.0), 0.0 if tenant in self._waiting else self._floor)
+
+    def come(self, tenant: str) -> None:
+        """One more entry waits."""
+        if tenant not in self._waiting:
+            self._served[tenant] = self.of(tenant)
+        self._waiting[tenant] = self._waiting.get(tenant, 0) + 1
+
+    def leave(self, tenant: str) -> None:
+        """One entry fewer waits."""
+        self._waiting[tenant] -= 1
+        if not self._waiting[tenant]:
+            del self._waiting[tenant]
+        if len(self._served) > 2 * len(self._waiting) + MOST_REMEMBERED:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Forgive the lower half of those who do not wait: the floor rises to the middle of them."""
+        gone = sorted(had for tenant, had in self._served.items() if tenant not in self._waiting)
+        self._floor = max(self._floor, gone[len(gone) // 2])
+        self._served = {name: had for name, had in self._served.items() if name in self._waiting or had > self._floor}
+
+    def picked(self, tenant: str) -> None:
+        """An entry of this tenant is next."""
+        self._floor = max(self._floor, self._served[tenant])
+
+    def charge(self, tenant: str, tokens: float) -> None:
+        """Tokens were computed for a tenant."""
+        self._served[tenant] = self.of(tenant) + tokens / self._weights.get(tenant, 1.0)
+
+
+class FairShare:
+    """The tenant that was served least goes first, its own entries in the order of arrival."""
+
+    def __init__(self, shares: Shares | None = None) -> None:
+        self._shares = Shares() if shares is None else shares
+        self._lines: dict[str, FirstCome] = {}
+        self._tenants: list[tuple[float, int, str]] = []  # a heap; what was served since is made good when it is met
+        self._ranked: set[str] = set()  # who is in it, once
+        self._numbers = count()
+        self._waiting = 0
+
+    def __len__(self) -> int:
+        return self._waiting
+
+    def __iter__(self) -> Iterator[Entry]:
+        return (entry for line in self._lines.values() for entry in line)
+
+    def add(self, entry: Entry, now: float) -> None:
+        """At the end of its tenant's line."""
+        self._line(entry).add(entry, now)
+
+    def put_back(self, entry: Entry, now: float) -> None:
+        """At the head of its tenant's line."""
+        self._line(entry).put_back(entry, now)
+
+    def remove(self, entry: Entry) -> None:
+        """Raises `KeyError` for one that does not wait."""
+        line = self._lines[entry.tenant]
+        line.remove(entry)
+        if not line:
+            del self._lines[entry.tenant]
+        self._waiting -= 1
+        self._shares.leave(entry.tenant)
+
+    def foremost(self, now: float) -> Entry | None:
+        """The least served tenant's first."""
+        while self._tenants:
+            served, _, tenant = self._tenants[0]
+            line, current = self._lines.get(tenant), self._shares.of(tenant)
+            if line is not None and served == current:
+                self._shares.picked(tenant)
+                return line.foremost(now)
+            heappop(self._tenants)
+            self._ranked.discard(tenant)
+            if line is not None:
+                self._rank(tenant)
+        return None
+
+    def served(self, entry: Entry, prompt_tokens: int, generated_tokens: int) -> None:
+        """Count it against the entry's tenant."""
+        self._shares.charge(entry.tenant, prompt_tokens + GENERATED_COST * generated_tokens)
+
+    def _line(self, entry: Entry) -> FirstCome:
+        self._shares.come(entry.tenant)
+        self._waiting += 1
+        line = self._lines.get(entry.tenant)
+        if line is None:
+            line = self._lines[entry.tenant] = FirstCome()
+            self._rank(entry.tenant)
+        return line
+
+    def _rank(self, tenant: str) -> None:
+        if tenant not in self._ranked:
+            self._ranked.add(tenant)
+            heappush(self._tenants, (self._shares.of(tenant), next(self._numbers), tenant))
+
+
+class PriorityClasses:
+    """High before normal before low. What waits rises a class every `ageing_s` seconds; above high, where all arrive in
+    the end, it is first come, first served.
+
+    So nothing starves: behind an entry that has waited `3 * ageing_s` (2 for normal, 1 for high) nothing that comes
+    later is served first.
+    """
+
+    def __init__(self, within: Callable[[], Policy] = FirstCome, ageing_s: float = AGEING_S) -> None:
+        self._classes = [within() for _ in PRIORITIES]
+        self._overdue: list[tuple[int, int]] = []  # a heap of (arrival, identity)
+        self._ageing_s = ageing_s
+        self._waiting: dict[int, _Waiting] = {}
+        self._due: list[tuple[float, int, int]] = []  # a heap of (when it rises, arrival, identity)
+        self._numbers = count()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return (waiting.entry for waiting in self._waiting.values())
+
+    def add(self, entry: Entry, now: float) -> None:
+        """Into the class that it asks for."""
+        self._enter(entry, now)
+        self._classes[PRIORITIES.index(entry.priority)].add(entry, now)
+
+    def put_back(self, entry: Entry, now: float) -> None:
+        """Foremost of its class; its waiting begins anew."""
+        self._enter(entry, now)
+        self._classes[PRIORITIES.index(entry.priority)].put_back(entry, now)
+
+    def remove(self, entry: Entry) -> None:
+        """Raises `KeyError` for one that does not wait."""
+        level = self._waiting.pop(id(entry)).level
+        if level < len(self._classes):
+            self._classes[level].remove(entry)
+
+    def foremost(self, now: float) -> Entry | None:
+        """The first of the highest class in which somebody waits."""
+        self._rise(now)
+        while self._overdue:
+            arrival, identity = self._overdue[0]
+            waiting = self._waiting.get(identity)
+            if waiting is not None and waiting.arrival == arrival:
+                return waiting.entry
+            heappop(self._overdue)
+        return next((entry for line in reversed(self._classes) if (entry := line.foremost(now)) is not None), None)
+
+    def served(self, entry: Entry, prompt_tokens: int, generated_tokens: int) -> None:
+        """Told to the entry's own class."""
+        self._classes[PRIORITIES.index(entry.priority)].served(entry, prompt_tokens, generated_tokens)
+
+    def _enter(self, entry: Entry, now: float) -> None:
+        arrival = next(self._numbers)
+        self._waiting[id(entry)] = _Waiting(entry, arrival, PRIORITIES.index(entry.priority))
+        heappush(self._due, (now + self._ageing_s, arrival, id(entry)))
+
+    def _rise(self, now: float) -> None:
+        while self._due and self._due[0][0] <= now:
+            due, arrival, identity = heappop(self._due)
+            waiting = self._waiting.get(identity)
+            if waiting is None or waiting.arrival != arrival:
+                continue  # it has left since
+            level, waiting.level = waiting.level, waiting.level + 1
+            if waiting.level == len(self._classes):
+                heappush(self._overdue, (arrival, identity))
+            else:
+                self._classes[waiting.level].add(waiting.entry, now)
+                heappush(self._due, (due + self._ageing_s, arrival, identity))
+            self._classes[level].remove(waiting.entry)
+
+
+@dataclass
+class _Waiting:
+    entry: Entry
+    arrival: int
+    level: int
+
+
+def default_policy(weights: Mapping[str, float] | None = None, ageing_s: float = AGEING_S) -> PriorityClasses:
+    """Priority, then fair share between tenants over all classes together, then arrival."""
+    shares = Shares(weights)
+    return PriorityClasses(lambda: FairShare(shares), ageing_s)

@@ -1,0 +1,141 @@
+"""Structured output: answers that parse and validate, grammars that end them, and grammars that are refused."""
+
+import json
+import re
+
+import jsonschema
+import pytest
+
+from drumline import InvalidRequest, Request, SamplingParams, Scheduler
+from drumline.model.grammar import JsonSchema, Lark, Regex
+from drumline.model.language_model import LanguageModel
+from tests.compositions import answer
+from tests.drive import generate
+from tests.structured import PROMPTS, SCHEMAS, asking_for
+from tests.tiny import tiny_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PERSON = JsonSchema(json_schema=SCHEMAS["person"])
+DRAWN = SamplingParams(temperature=1.0, seed=3)
+
+
+def asking(structured: object, **fields: object) -> Request:
+    return Request(**{"prompt": "x", "max_tokens": 120, "structured": structured, "sampling": DRAWN, **fields})
+
+
+async def one(request: Request, **settings: object) -> object:
+    (result,) = await generate(tiny_model(window=256, precision="int8"), request, **settings)
+    return result
+
+
+class TestAnswers:
+    """Of a random model, whose every token would be nonsense without the grammar."""
+
+    @pytest.mark.parametrize("seed", range(5))
+    async def test_json(self, seed: int):
+        result = await one(asking(PERSON, sampling=SamplingParams(temperature=1.0, seed=seed)))
+        assert result.stop_reason in ("stop", "eos")
+        jsonschema.validate(json.loads(result.text), PERSON.json_schema)
+
+    async def test_regex_and_lark(self):
+        result = await one(asking(Regex(regex="(ja|nein), [0-9]{3}")))
+        assert re.fullmatch("(ja|nein), [0-9]{3}", result.text)
+        assert result.stop_reason == "stop"  # nothing can follow: no EOS was needed
+        result = await one(asking(Lark(lark='start: "a" rest\nrest: "b" | "c" rest')))
+        assert re.fullmatch("ac*b", result.text)
+
+    async def test_an_end_that_the_model_chooses(self):
+        """Where more could follow, EOS ends the answer, and only where the grammar allows it."""
+        result = await one(asking(Regex(regex="(ab)+"), sampling=SamplingParams(logit_bias={1: 100.0})))
+        assert (result.text, result.stop_reason) == ("ab", "eos")
+
+    async def test_a_budget_cuts(self):
+        result = await one(asking(Regex(regex="[a-z]{50}"), max_tokens=7))
+        assert re.fullmatch("[a-z]{7}", result.text)
+        assert result.stop_reason == "budget"
+
+    async def test_other_limits_still_count(self):
+        banned = SamplingParams(banned_ids=[3 + ord("a")], temperature=1.0, seed=1)
+        result = await one(asking(Regex(regex="[ab]{9}"), sampling=banned))
+        assert result.text == "b" * 9
+        result = await one(asking(Regex(regex="a{9}"), sampling=banned))
+        assert (result.stop_reason, result.error) == ("error", "every token is masked")
+
+    async def test_log_probabilities_are_of_the_raw_logits(self):
+        free = await one(asking(None, logprobs=3, max_tokens=1))
+        bound = await one(asking(Regex(regex="[0-9]"), logprobs=3, max_tokens=1))
+        assert free.choices[0].logprobs[0].top == bound.choices[0].logprobs[0].top
+
+    async def test_neighbours_and_interruptions_change_nothing(self):
+        model = tiny_model(window=256, precision="int8")
+        requests = [
+            asking(PERSON, n=2),
+            asking(None, max_tokens=20),
+            asking(Regex(regex="[a-f]{20}")),
+            asking(PERSON, logprobs=1),
+        ]
+        alone = [(await generate(model, request, rows=2, draft_tokens=0))[0] for request in requests]
+        async with Scheduler(model, rows=5, step_tokens=16) as scheduler:
+            jobs = [await scheduler.submit(request) for request in requests]
+            for job in jobs:
+                async for _ in job:
+                    scheduler.preempt(jobs[0])
+            results = [await job.result() for job in jobs]
+        assert list(map(answer, results)) == list(map(answer, alone))
+        assert results[0].usage.resumes > 0
+
+    @pytest.mark.parametrize("name", SCHEMAS)
+    async def test_the_real_model(self, smollm2_int8: LanguageModel, name: str):
+        requests = [asking_for(name, prompt, seed) for seed, prompt in enumerate(PROMPTS[:4])]
+        for result in await generate(smollm2_int8, *requests, rows=4):
+            assert result.stop_reason in ("stop", "eos")
+            jsonschema.validate(json.loads(result.text), SCHEMAS[name])
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("structured", "limit"),
+        [
+            (Regex(regex="(ab"), "is not a grammar"),
+            (Regex(regex="(?=a)b"), "is not a grammar"),
+            (Lark(lark="begin: \"a\""), "is not a grammar"),
+            (Lark(lark="start: nothing"), "is not a grammar"),
+            (JsonSchema(json_schema={"type": "integer", "minimum": 5, "maximum": 3}), "is not a grammar"),
+            (JsonSchema(json_schema={"type": "string", "minLength": 5, "maxLength": 2}), "is not a grammar"),
+            (JsonSchema(json_schema={"type": "colour"}), "is not a grammar"),
+            (JsonSchema(json_schema={"type": "object", "required": ["a"], "properties": {"a": False}}), "."),
+        ],
+    )  # fmt: skip
+    async def test_an_impossible_grammar(self, structured: object, limit: str):
+        async with Scheduler(tiny_model(), rows=1) as scheduler:
+            with pytest.raises(InvalidRequest, match=limit) as caught:
+                await scheduler.submit(asking(structured))
+            assert caught.value.field == "structured"
+            assert "\n" not in caught.value.limit
+            result = await (await scheduler.submit(asking(None, max_tokens=2, ignore_eos=True))).result()
+            assert result.stop_reason == "budget"
+
+    @pytest.mark.parametrize(
+        "body",
+        [
+            {"json_object": False},
+            {},
+            {"regex": ""},
+            {"regex": 5},
+            {"json_schema": "{}"},
+            {"json_schema": {}, "regex": "a"},
+            "json",
+            {"lark": "x" * 70_000},
+        ],
+    )
+    def test_degenerate_constraints(self, body: object):
+        with pytest.raises(InvalidRequest) as caught:
+            Request.from_json(json.dumps({"prompt": "x", "structured": body}))
+        assert caught.value.field.startswith("structured")
+
+    def test_json_spells_the_same(self):
+        request = Request.from_json('{"prompt": "x", "structured": {"regex": "[0-9]+"}}')
+        assert request.structured == Regex(regex="[0-9]+")
+        request = Request.from_json(json.dumps({"prompt": "x", "structured": {"json_schema": {"type": "object"}}}))
+        assert request.structured == JsonSchema(json_schema={"type": "object"})
