@@ -10,8 +10,11 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from drumline.model.registry import packaged_model
 
@@ -97,8 +100,8 @@ async def _run(model: "LanguageModel", asked: "Sequence[Request]", together: boo
 
 
 async def longest_stall(model: "LanguageModel", rows: int = 16, prompt: int = 4_000) -> Report:
-    """Gaps between tokens of rows that decode while a long prompt enters, over a step that holds as much prompt as it
-    may: the ordinary step of a scheduler that is busy."""
+    """Gaps between tokens of rows that decode while a long prompt enters, beside ordinary steps of before: one in which
+    all rows decode, and one that is full of prompt."""
     from drumline import Request, Scheduler
 
     ids = tuple(100 + place * 31 % 40_000 for place in range(prompt))
@@ -108,31 +111,34 @@ async def longest_stall(model: "LanguageModel", rows: int = 16, prompt: int = 4_
             for number in range(rows - 1)
         ]
         await (await scheduler.submit(Request(prompt_ids=(5,), max_tokens=20, ignore_eos=True))).result()
-        before = scheduler.statistics()
+        filled = await (await scheduler.submit(Request(prompt_ids=ids[-1_200:], max_tokens=1))).result()
         entering = await scheduler.submit(Request(prompt_ids=ids, max_tokens=1))
         result = await entering.result()
-        after = scheduler.statistics()
         for job in speaking:
             job.cancel()
-        others = [await job.result() for job in speaking]
-    entered = result.timings
-    start = entered.total_s - (entered.first_token_s or 0.0)
-    gaps = sorted(gap for other in others for gap in other.choices[0].gaps_s)
-    steps = after.steps - before.steps
-    ordinary = entered.prefill_s / max(1, len(result.steps))
+        others = [(job.submitted_at, (await job.result()).choices[0].token_times_s) for job in speaking]
+    begin, end = entering.submitted_at, entering.submitted_at + result.timings.total_s
+    before, gaps = [], []
+    for submitted_at, times in others:
+        at = [submitted_at + seconds for seconds in dict.fromkeys(times)]
+        for earlier, later in pairwise(at):
+            if begin <= later <= end:
+                gaps.append(later - earlier)
+            elif later < begin - filled.timings.total_s:
+                before.append(later - earlier)
+    decoding, full = statistics.median(before), filled.timings.prefill_s / len(filled.steps)
     return {
         "rows": rows,
         "prompt": prompt,
-        "steps": steps,
-        "ordinary_step_s": ordinary,
-        "gap_s": {name: gaps[min(len(gaps) - 1, int(len(gaps) * share))] for name, share in _SHARES.items()},
-        "longest_gap_s": gaps[-1],
-        "longest_over_ordinary": gaps[-1] / ordinary,
-        "after_first_token_s": start,
+        "prompt_steps": len(result.steps),
+        "decoding_step_s": decoding,
+        "full_step_s": full,
+        "gap_s": dict(
+            zip(("p50", "p90", "p99", "longest"), np.percentile(gaps, (50, 90, 99, 100)).tolist(), strict=True)
+        ),
+        "longest_over_decoding_step": max(gaps) / decoding,
+        "longest_over_full_step": max(gaps) / full,
     }
-
-
-_SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 async def outside_model(model: "LanguageModel", rows: int = 16) -> float:

@@ -89,6 +89,8 @@ class CachePool:
         source, length = self._prefix_of(token_ids) if reuse and not slid else (None, 0)
         row = self._row_for(source, length)
         kept = length if row == source else 0
+        for follower in [follower for follower, lead in self._leads.items() if lead.row == row]:
+            self._follow_no_more(follower)  # while what it needs is still there
         self._index.drop(row)
         if self._written[row] > kept:
             self._store_work.append(partial(self.kv.wipe, row, kept, int(self._written[row])))
@@ -109,16 +111,25 @@ class CachePool:
         lead = self._leads.get(row)
         if lead is None:
             return False
-        ready = 0
-        if self._tenancy[lead.row] == lead.tenancy and not self.origin[lead.row]:
-            ready = min(lead.length, int(self.position[lead.row]))
-            if ready < lead.length and self.alive[lead.row]:
-                return True
-        del self._leads[row]
-        if ready:
+        same = self._tenancy[lead.row] == lead.tenancy and not self.origin[lead.row]
+        if same and self.alive[lead.row] and self.position[lead.row] < lead.length:
+            return True
+        self._follow_no_more(row)
+        source, length = self._prefix_of(self._ids[row], new=False)  # the leader has left, or another has more of it
+        if source is None or length < self.position[row] + BLOCK:
+            return False
+        self._leads[row] = _Lead(source, int(self._tenancy[source]), length)
+        return self.waits(row)
+
+    def _follow_no_more(self, row: int) -> None:
+        """Copy what the row's leader has computed, unless it failed, slid or its row is somebody else's."""
+        lead = self._leads.pop(row)
+        if self._tenancy[lead.row] != lead.tenancy or self.origin[lead.row]:
+            return
+        ready = min(lead.length, int(self.position[lead.row]))
+        if ready > self.position[row]:
             self._store_work.append(partial(self.kv.copy, lead.row, row, ready))
             self.position[row] = self.reused[row] = self._written[row] = ready
-        return False
 
     def update_store(self) -> None:
         """Do to keys and values what `take` and `waits` decided. Called by the step, off the event loop."""
@@ -187,6 +198,17 @@ class CachePool:
             self._index.extend(row, ids)
         return slid
 
+    def reset(self) -> None:
+        """Forget all rows, pinned ones too, and what they hold."""
+        for row in range(self.rows):
+            self._index.drop(row)
+            self._ids[row] = []
+        self._store_work = [partial(self.kv.wipe, row, 0, self.window) for row in range(self.rows)]
+        self._leads.clear()
+        self.alive[:] = self.pinned[:] = False
+        self.origin[:] = self.position[:] = self.reused[:] = self._written[:] = 0
+        self._tenancy += 1
+
     def random(self, row: int) -> RandomState:
         """The row's random state."""
         return RandomState(int(self.seed[row]), int(self.choice[row]), int(self.index[row]))
@@ -226,12 +248,17 @@ class CachePool:
             self._require(row, 0 < held <= self.window, f"holds 1 … {self.window} ids, not {held}")
             self._require(row, int(self.index[row]) <= len(self._ids[row]), "draws do not exceed ids")
 
-    def _prefix_of(self, token_ids: Sequence[int]) -> tuple[int | None, int]:
+    def _prefix_of(self, token_ids: Sequence[int], new: bool = True) -> tuple[int | None, int]:
         """The row that holds most of these ids, or will have computed them soon; and how many. The last is never among
-        them: its logits are wanted."""
+        them: its logits are wanted. Only a `new` row may follow one that follows another."""
         best, length = None, 0
-        for row in self._index.candidates(token_ids):
-            shared = min(common(self._ids[row], token_ids), len(token_ids) - 1)
+        rows, blocks = self._index.candidates(token_ids)
+        behind = token_ids[blocks : blocks + BLOCK]
+        for row in rows:
+            if (not new and row in self._leads) or self._ids[row] is token_ids:
+                continue  # the row itself, or one that waits: two could wait for each other
+            shared = blocks + common(self._ids[row][blocks : blocks + BLOCK], behind)
+            shared = min(shared, len(token_ids) - 1)
             if not self.alive[row] or self.pending(row) == 1:
                 shared = min(shared, int(self.position[row]))
             if shared > length:

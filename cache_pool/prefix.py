@@ -1,6 +1,6 @@
 """Which rows hold the beginning of a prompt: blocks of 16 ids, found by the hash of all ids up to their end.
 
-Hashes point at rows; what one has in common with a prompt, to the last id, is compared id by id.
+Whole blocks are told by their hashes; only what one has in common with a prompt behind them is compared id by id.
 """
 
 from array import array
@@ -41,17 +41,18 @@ class PrefixIndex:
         self.cut(row, 0)
         self._hashes.pop(row, None)
 
-    def candidates(self, ids: Sequence[int]) -> list[int]:
-        """The rows that share the most blocks with `ids`; none where not even the first is shared."""
+    def candidates(self, ids: Sequence[int]) -> tuple[list[int], int]:
+        """The rows that share the most whole blocks with `ids`, and how many ids these are; none where not even the
+        first is shared."""
         rows: dict[int, None] = {}
-        known = b""
+        known, shared = b"", 0
         for end in range(BLOCK, len(ids) + 1, BLOCK):
             known = _hash(known, ids[end - BLOCK : end])
             holders = self._holders.get(known)
             if not holders:
                 break
-            rows = holders
-        return list(rows)
+            rows, shared = holders, end
+        return list(rows), shared
 
     def check_integrity(self) -> None:
         """Raise `RuntimeError` when hashes and holders contradict each other."""

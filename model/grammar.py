@@ -15,6 +15,10 @@ from drumline.model.tokenizer import Tokenizer
 from drumline.model.validated import Validated
 
 MAX_GRAMMAR_LENGTH = 65_536
+MAX_LARK_LENGTH = 8_192
+"""The compiler follows rules by recursion: a few thousand of them overflow its stack, and the process dies."""
+_LIMITS: dict[str, Any] = {"initial_lexer_fuel": 250_000, "max_lexer_states": 20_000, "max_grammar_size": 50_000}
+"""A quarter of llguidance's own and less: what needs more takes seconds and hundreds of megabytes."""
 
 
 class JsonSchema(Validated):
@@ -32,7 +36,7 @@ class Regex(Validated):
 class Lark(Validated):
     """The answer is derived from the rule `start` of a Lark grammar."""
 
-    lark: str = Field(min_length=1, max_length=MAX_GRAMMAR_LENGTH)
+    lark: str = Field(min_length=1, max_length=MAX_LARK_LENGTH)
 
 
 Structured = JsonSchema | Regex | Lark
@@ -59,7 +63,7 @@ class GrammarState:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise EngineFailed(f"the grammar failed: {_first_line(self._matcher.get_error())}")
+            raise EngineFailed(f"the grammar failed: {_in_a_line(self._matcher.get_error())}")
 
 
 class Grammar:
@@ -84,16 +88,18 @@ class Grammars:
 
         Takes milliseconds, the first time and for a large grammar up to a second: not for the event loop.
         """
-        try:
-            matcher = llguidance.LLMatcher(self._tokens, _source(structured), log_level=0)
-        except ValueError as error:
-            raise InvalidRequest("structured", _first_line(str(error))) from None
+        limits = llguidance.LLParserLimits(**_LIMITS)
+        matcher = llguidance.LLMatcher(self._tokens, _source(structured), log_level=0, limits=limits)
         if matcher.is_error():
-            raise InvalidRequest("structured", f"is not a grammar: {_first_line(matcher.get_error())}")
+            raise InvalidRequest("structured", f"is not a grammar: {_in_a_line(matcher.get_error())}")
         if matcher.is_stopped():
             raise InvalidRequest("structured", "allows the empty answer alone")
         grammar = Grammar(matcher, self._vocab_size)
-        if not grammar.start().mask().any():
+        try:
+            possible = grammar.start().mask().any()
+        except EngineFailed as error:
+            raise InvalidRequest("structured", f"is impossible, or too complex ({error})") from None
+        if not possible:
             raise InvalidRequest("structured", "matches nothing that this model can say")
         return grammar
 
@@ -112,7 +118,7 @@ class _Tokens:
         pieces = [tokenizer.token_bytes(token_id) for token_id in range(known)]
         self.tokens = [*pieces, *[b""] * (vocab_size - known)]
         self.special_token_ids = [token_id for token_id, piece in enumerate(self.tokens) if not piece]
-        self.eos_token_id = tokenizer.eos_ids[0] if tokenizer.eos_ids else self.special_token_ids[0]
+        self.eos_token_id = next(iter((*tokenizer.eos_ids, *self.special_token_ids)), 0)
         self.bos_token_id = tokenizer.bos_id
         self.is_tokenizer_wrapper = True
 
@@ -123,15 +129,27 @@ class _Tokens:
 def _source(structured: Structured) -> str:
     match structured:
         case JsonSchema():
-            text = json.dumps(structured.json_schema)
-            if len(text) > MAX_GRAMMAR_LENGTH:
-                raise InvalidRequest("structured.json_schema", f"must be at most {MAX_GRAMMAR_LENGTH} characters long")
-            return str(llguidance.LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False}))
+            return _schema_source(structured.json_schema)
         case Regex():
             return str(llguidance.LLMatcher.grammar_from_regex(structured.regex))
         case Lark():
             return str(llguidance.LLMatcher.grammar_from_lark(structured.lark))
 
 
-def _first_line(text: str) -> str:
-    return text.strip().splitlines()[0][:300] if text.strip() else "no reason is given"
+def _schema_source(schema: dict[str, Any]) -> str:
+    field = "structured.json_schema"
+    try:
+        text = json.dumps(schema, allow_nan=False)
+        if len(text) > MAX_GRAMMAR_LENGTH:
+            raise InvalidRequest(field, f"must be at most {MAX_GRAMMAR_LENGTH} characters long")
+        return str(llguidance.LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False}))
+    except InvalidRequest:
+        raise
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(field, f"is no JSON: {_in_a_line(str(error))}") from None
+    except RecursionError:
+        raise InvalidRequest(field, "is nested too deeply") from None
+
+
+def _in_a_line(text: str) -> str:
+    return " ".join(text.split())[:300] or "no reason is given"

@@ -29,11 +29,15 @@ class EngineSettings:
     reuse: bool = True
 
 
+MOST_STEP_TOKENS = 8_192
+"""Buffers of a step grow with it, logits of prompts most of all."""
+
+
 class SchedulerConfig(Validated):
     """Bounds and names of one scheduler, checked; the defaults stand in the signature of `Scheduler`."""
 
     rows: int = Field(ge=1, le=1024)
-    step_tokens: int = Field(ge=MIN_PROMPT_TOKENS)
+    step_tokens: int = Field(ge=MIN_PROMPT_TOKENS, le=MOST_STEP_TOKENS)
     queue_requests: int = Field(ge=1)
     queue_tokens: int = Field(ge=1)
     """Prompt tokens and token budgets of all queued requests together."""

@@ -8,28 +8,29 @@ SMOOTHING = 0.05
 
 @dataclass
 class Estimate:
-    """Running means over steps: the seconds of one that only decodes, and the tokens a second of all work."""
+    """Running means over steps: seconds a token of a row while nothing but decoding is done, and tokens a second of all
+    work."""
 
-    step_s: float | None = None
+    token_s: float | None = None
     tokens_per_s: float | None = None
 
-    def observe(self, prompt_tokens: int, generated_tokens: int, step_s: float) -> None:
-        """A step has been done."""
+    def observe(self, rows: int, prompt_tokens: int, generated_tokens: int, step_s: float) -> None:
+        """A step of so many rows has been done."""
         if step_s <= 0:
             return
         rate = (prompt_tokens + generated_tokens) / step_s
         self.tokens_per_s = _mean(self.tokens_per_s, rate)
-        if not prompt_tokens:
-            self.step_s = _mean(self.step_s, step_s)
+        if not prompt_tokens and generated_tokens:
+            self.token_s = _mean(self.token_s, step_s * rows / generated_tokens)
 
     def seconds(self, ahead_tokens: int, prompt_tokens: int, budget: int) -> float | None:
         """Until a request ends that has so many tokens of others before it, and uses its whole budget.
 
         None while nothing has been observed: nobody is refused on a guess.
         """
-        if self.tokens_per_s is None or self.step_s is None:
+        if self.tokens_per_s is None or self.token_s is None:
             return None
-        return (ahead_tokens + prompt_tokens) / self.tokens_per_s + budget * self.step_s
+        return (ahead_tokens + prompt_tokens) / self.tokens_per_s + budget * self.token_s
 
 
 def _mean(before: float | None, value: float) -> float:

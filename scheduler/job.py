@@ -14,7 +14,7 @@ from drumline.scheduler.request import Chunk, Result, Timings, TokenLogprob, Usa
 from drumline.scheduler.sequence import Sequence
 
 if TYPE_CHECKING:
-    from drumline.scheduler.live_rows import Pin
+    from drumline.scheduler.pins import Pin
 
 
 class GenerationJob:

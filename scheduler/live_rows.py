@@ -19,8 +19,8 @@ from drumline.scheduler.sequence import Sequence
 from drumline.scheduler.speculation import most_drafts
 from drumline.scheduler.step import RowOutcome
 
-MIN_STEPS_IN_ROW = 16
-"""Steps that a row runs before a higher class may take it: else classes could take turns and compute little else."""
+MIN_TOKENS_IN_ROW = 16
+"""Tokens that a row generates before a higher class may take it: it comes on each time, however long its prompt is."""
 
 _log = logging.getLogger("drumline")
 
@@ -41,8 +41,8 @@ class LiveRows:
         self.by_row: dict[int, Sequence] = {}
         self.cancel_asked: list[GenerationJob] = []
         """Jobs that were cancelled since the last sweep."""
-        self.pins = 0
-        """Rows that are pinned, or about to be."""
+        self.pins: set[object] = set()
+        """Of rows that are pinned, or about to be."""
 
     def enqueue(self, sequences: list[Sequence]) -> None:
         """Put the sequences of a job in the queue; raises `QueueFull`."""
@@ -68,8 +68,9 @@ class LiveRows:
             waiting.seated(now)
             if waiting.job.started_at is None:
                 waiting.job.started_at = now
-            if not waiting.steps:
-                self._queue.served(waiting, waiting.prompt_length - int(self._pool.reused[row]), 0)
+            if not waiting.charged:  # at once: else one tenant could take all rows before it has cost anything
+                waiting.charged = True
+                self._queue.served(waiting, waiting.prompt_length, 0)
 
     def _victim(self, priority: Priority) -> int | None:
         """The row to take for a request of this class: of the lowest class below it, the one that came last."""
@@ -77,7 +78,7 @@ class LiveRows:
             (PRIORITIES.index(sequence.priority), -place, row)
             for place, (row, sequence) in enumerate(self.by_row.items())
             if PRIORITIES.index(sequence.priority) < PRIORITIES.index(priority)
-            and sequence.steps_in_row >= MIN_STEPS_IN_ROW
+            and sequence.tokens_in_row >= MIN_TOKENS_IN_ROW
         ]
         return min(below)[2] if below else None
 
@@ -124,7 +125,7 @@ class LiveRows:
             taken, reason, error = _accept(sequence, outcome)
             rejected = outcome.rejected + len(outcome.choices) - taken
             record = outcome.record(rejected)
-            if not sequence.steps_in_row:
+            if not sequence.steps_in_row and self._pool.reused[row]:
                 self._count_reused(sequence, int(self._pool.reused[row]))
             sequence.computed(record, now, reached_newest=outcome.reached_newest)
             self._pool.advance(row, record.cache_after - record.cache_before)
@@ -154,9 +155,10 @@ class LiveRows:
         self._send(sequence)
 
     def _count_reused(self, sequence: Sequence, tokens: int) -> None:
-        if tokens:
-            sequence.reused_tokens += tokens
-            self._instruments.prompt_reused(tokens)
+        if not sequence.steps:
+            self._queue.served(sequence, -tokens, 0)  # they were charged for when it was seated
+        sequence.reused_tokens += tokens
+        self._instruments.prompt_reused(tokens)
 
     def _count_drafts(self, sequence: Sequence, drafted: int, rejected: int) -> None:
         if drafted > 0:
@@ -168,7 +170,7 @@ class LiveRows:
         self._pool.retire(row, reason)
         sequence = self.by_row.pop(row)
         if sequence.job.pin is not None and len(self._pool.ids(row)) >= sequence.prompt_length:
-            sequence.job.pin.hold(self._pool, row, sequence.prompt_length)
+            sequence.job.pin.hold(row, sequence.prompt_length)
         self._end(sequence, reason, error)
 
     def end_unseated(self, sequences: Several[Sequence], reason: StopReason) -> None:
@@ -176,14 +178,21 @@ class LiveRows:
         for sequence in sequences:
             self._end(sequence, reason)
 
-    def move_to(self, pool: CachePool, old: CachePool) -> None:
-        """Everything that runs goes on in a new, empty pool, from its tokens and random state."""
-        for row in reversed(list(self.by_row)):
-            sequence = self.by_row.pop(row)
-            sequence.saved = old.snapshot(row)
+    def restart(self) -> None:
+        """A step failed, and nobody knows what it left: everything that runs goes on from its tokens and random state,
+        in rows that hold nothing. What was pinned is lost."""
+        saved = [(sequence, self._pool.snapshot(row)) for row, sequence in self.by_row.items()]
+        self.by_row.clear()
+        self._pool.reset()
+        self.pins.clear()
+        for sequence, snapshot in reversed(saved):
+            sequence.saved = snapshot
             sequence.resumes += 1
             self._queue.put_back(sequence, self._clock())
-        self._pool = pool
+
+    def preempt(self, job: GenerationJob) -> None:
+        """Take the rows of a job at the next step; nothing where it has none."""
+        job.preempt_requested = any(sequence.job is job for sequence in self.by_row.values())
 
     def fail_all(self, sequences: Iterable[Sequence], error: str) -> None:
         """The engine broke: these end with `error`, whether they run, wait, or were on their way between the two."""
@@ -213,32 +222,6 @@ class LiveRows:
         chunk = sequence.take_chunk()
         if chunk is not None:
             sequence.job.stream_buffer.put(chunk)
-
-
-class Pin:
-    """A prompt that stays computed, in a row of its own, until `release`."""
-
-    def __init__(self, rows: LiveRows) -> None:
-        self._rows = rows
-        self._rows.pins += 1
-        self._held: tuple[CachePool, int] | None = None
-        self._released = False
-
-    def hold(self, pool: CachePool, row: int, length: int) -> None:
-        """The prompt was computed in this row."""
-        if not self._released:
-            pool.pin(row, length)
-            self._held = pool, row
-
-    def release(self) -> None:
-        """Give the row back. Twice is harmless."""
-        if self._released:
-            return
-        self._released = True
-        self._rows.pins -= 1
-        if self._held is not None:
-            pool, row = self._held
-            pool.unpin(row)
 
 
 def _accept(sequence: Sequence, outcome: RowOutcome) -> tuple[int, StopReason | None, str | None]:

@@ -1,17 +1,20 @@
 """Who is next: the order in which what waits gets rows. Plain Python; time is handed in."""
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
-from typing import Protocol, get_args
+from typing import Protocol, get_args, runtime_checkable
 
 from drumline.metrics.instruments import Priority
+from drumline.model.errors import InvalidRequest
 
 PRIORITIES: tuple[Priority, ...] = get_args(Priority)
 """Lowest first."""
 AGEING_S = 30.0
+OVERDUE_EVERY = 4
+MOST_AGED = 200
 MOST_REMEMBERED = 1_000
 """Tenants that do not wait and whose share is remembered: memory must not grow with all that ever came."""
 GENERATED_COST = 2.0
@@ -30,6 +33,7 @@ class Entry(Protocol):
         """Whose share it counts against."""
 
 
+@runtime_checkable
 class Policy(Protocol):
     """Keeps entries in an order of its own. Entries are told apart by identity."""
 
@@ -93,7 +97,10 @@ class Shares:
     that was picked last, so that nobody saves up."""
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
-        self._weights = {} if weights is None else weights
+        self._weights = {} if weights is None else dict(weights)
+        for tenant, weight in self._weights.items():
+            if not 0 < weight < math.inf:
+                raise InvalidRequest("weights", f"that of {tenant} must be a number above 0, not {weight}")
         self._waiting: dict[str, int] = {}
         self._served: dict[str, float] = {}
         self._floor = 0.0
@@ -162,6 +169,10 @@ class FairShare:
         line.remove(entry)
         if not line:
             del self._lines[entry.tenant]
+            if len(self._tenants) > 2 * len(self._lines) + 100:  # those that left without having come to the top
+                self._tenants = [ranked for ranked in self._tenants if ranked[2] in self._lines]
+                self._ranked = set(self._lines)
+                heapify(self._tenants)
         self._waiting -= 1
         self._shares.leave(entry.tenant)
 
@@ -199,83 +210,85 @@ class FairShare:
 
 
 class PriorityClasses:
-    """High before normal before low. What waits rises a class every `ageing_s` seconds; above high, where all arrive in
-    the end, it is first come, first served.
+    """High before normal before low; one pick in four goes to what is overdue, where somebody is.
 
-    So nothing starves: behind an entry that has waited `3 * ageing_s` (2 for normal, 1 for high) nothing that comes
-    later is served first.
+    Overdue is what has waited `ageing_s` seconds in high, twice that in normal, three times in low. So nothing starves:
+    an entry that is overdue gets a row after at most four times as many picks as there are overdue ones before it.
     """
 
     def __init__(self, within: Callable[[], Policy] = FirstCome, ageing_s: float = AGEING_S) -> None:
+        if not ageing_s > 0:
+            raise InvalidRequest("ageing_s", f"must be above 0, not {ageing_s}")
         self._classes = [within() for _ in PRIORITIES]
-        self._overdue: list[tuple[int, int]] = []  # a heap of (arrival, identity)
+        self._overdue = within()
         self._ageing_s = ageing_s
-        self._waiting: dict[int, _Waiting] = {}
-        self._due: list[tuple[float, int, int]] = []  # a heap of (when it rises, arrival, identity)
+        self._line_of: dict[int, tuple[Entry, Policy, int]] = {}
+        self._due: list[tuple[float, int, int]] = []  # a heap of (when it is overdue, arrival, identity)
         self._numbers = count()
+        self._offered: Entry | None = None
+        self._picks = 0
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._line_of)
 
     def __iter__(self) -> Iterator[Entry]:
-        return (waiting.entry for waiting in self._waiting.values())
+        return (entry for entry, _, _ in self._line_of.values())
 
     def add(self, entry: Entry, now: float) -> None:
         """Into the class that it asks for."""
-        self._enter(entry, now)
-        self._classes[PRIORITIES.index(entry.priority)].add(entry, now)
+        self._enter(entry, now).add(entry, now)
 
     def put_back(self, entry: Entry, now: float) -> None:
         """Foremost of its class; its waiting begins anew."""
-        self._enter(entry, now)
-        self._classes[PRIORITIES.index(entry.priority)].put_back(entry, now)
+        self._enter(entry, now).put_back(entry, now)
 
     def remove(self, entry: Entry) -> None:
         """Raises `KeyError` for one that does not wait."""
-        level = self._waiting.pop(id(entry)).level
-        if level < len(self._classes):
-            self._classes[level].remove(entry)
+        _, line, _ = self._line_of.pop(id(entry))
+        line.remove(entry)
+        if entry is self._offered:
+            self._picks += 1
+        if len(self._due) > 2 * len(self._line_of) + 100:
+            self._due = [due for due in self._due if self._waits(due)]
+            heapify(self._due)
 
     def foremost(self, now: float) -> Entry | None:
-        """The first of the highest class in which somebody waits."""
-        self._rise(now)
-        while self._overdue:
-            arrival, identity = self._overdue[0]
-            waiting = self._waiting.get(identity)
-            if waiting is not None and waiting.arrival == arrival:
-                return waiting.entry
-            heappop(self._overdue)
-        return next((entry for line in reversed(self._classes) if (entry := line.foremost(now)) is not None), None)
+        """The first of the highest class in which somebody waits, or of what is overdue where that has its turn."""
+        self._age(now)
+        lines = [*reversed(self._classes), self._overdue]
+        if self._picks % OVERDUE_EVERY == OVERDUE_EVERY - 1:
+            lines = [self._overdue, *reversed(self._classes)]
+        self._offered = next((entry for line in lines if (entry := line.foremost(now)) is not None), None)
+        return self._offered
 
     def served(self, entry: Entry, prompt_tokens: int, generated_tokens: int) -> None:
         """Told to the entry's own class."""
         self._classes[PRIORITIES.index(entry.priority)].served(entry, prompt_tokens, generated_tokens)
 
-    def _enter(self, entry: Entry, now: float) -> None:
-        arrival = next(self._numbers)
-        self._waiting[id(entry)] = _Waiting(entry, arrival, PRIORITIES.index(entry.priority))
-        heappush(self._due, (now + self._ageing_s, arrival, id(entry)))
+    def _enter(self, entry: Entry, now: float) -> Policy:
+        arrival, level = next(self._numbers), PRIORITIES.index(entry.priority)
+        line = self._classes[level]
+        self._line_of[id(entry)] = (entry, line, arrival)
+        due = now + self._ageing_s * (len(PRIORITIES) - level)
+        if due < math.inf:
+            heappush(self._due, (due, arrival, id(entry)))
+        return line
 
-    def _rise(self, now: float) -> None:
-        while self._due and self._due[0][0] <= now:
-            due, arrival, identity = heappop(self._due)
-            waiting = self._waiting.get(identity)
-            if waiting is None or waiting.arrival != arrival:
-                continue  # it has left since
-            level, waiting.level = waiting.level, waiting.level + 1
-            if waiting.level == len(self._classes):
-                heappush(self._overdue, (arrival, identity))
-            else:
-                self._classes[waiting.level].add(waiting.entry, now)
-                heappush(self._due, (due + self._ageing_s, arrival, identity))
-            self._classes[level].remove(waiting.entry)
+    def _age(self, now: float) -> None:
+        for _ in range(MOST_AGED):  # the rest at the next look: a hundred thousand would hold the event loop up
+            if not self._due or self._due[0][0] > now:
+                return
+            due = heappop(self._due)
+            if self._waits(due):
+                entry, line, arrival = self._line_of[due[2]]
+                self._overdue.add(entry, now)
+                line.remove(entry)
+                self._line_of[due[2]] = (entry, self._overdue, arrival)
 
-
-@dataclass
-class _Waiting:
-    entry: Entry
-    arrival: int
-    level: int
+    def _waits(self, due: tuple[float, int, int]) -> bool:
+        """Whether the entry that this was noted of still waits since then."""
+        waiting = self._line_of.get(due[2])
+        return waiting is not None and waiting[2] == due[1]
 
 
 def default_policy(weights: Mapping[str, float] | None = None, ageing_s: float = AGEING_S) -> PriorityClasses:

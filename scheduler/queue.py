@@ -3,7 +3,7 @@
 import math
 from collections import OrderedDict
 from collections.abc import Iterator
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Generic, Protocol, TypeVar, cast
 
@@ -37,6 +37,7 @@ class RequestQueue(Generic[T]):
         self.max_requests, self.max_tokens = max_requests, max_tokens
         self.tokens = 0
         self.by_priority: dict[Priority, int] = dict.fromkeys(PRIORITIES, 0)
+        self._tokens_of: dict[Priority, int] = dict.fromkeys(PRIORITIES, 0)
         self._policy = policy
         self._since: OrderedDict[int, tuple[T, float]] = OrderedDict()  # in the order of arrival
         self._expiries: list[tuple[float, int, T]] = []
@@ -55,6 +56,10 @@ class RequestQueue(Generic[T]):
     def waiting_since(self) -> float | None:
         """When the oldest entry came; None when nothing waits."""
         return next((since for _, since in self._since.values()), None)
+
+    def tokens_before(self, priority: Priority) -> int:
+        """Prompt tokens and budgets of what waits in this class and those above it."""
+        return sum(self._tokens_of[other] for other in PRIORITIES[PRIORITIES.index(priority) :])
 
     def check_room(self, entries: list[T]) -> None:
         """Raise `QueueFull` naming the bound that these entries would break.
@@ -98,6 +103,11 @@ class RequestQueue(Generic[T]):
         self._policy.remove(entry)
         self.tokens -= entry.cost_tokens
         self.by_priority[entry.priority] -= 1
+        self._tokens_of[entry.priority] -= entry.cost_tokens
+        if len(self._expiries) > 2 * len(self) + 100:  # deadlines of those that have left
+            kept = {id(waiting): (at, number, waiting) for at, number, waiting in self._expiries if waiting in self}
+            self._expiries = list(kept.values())
+            heapify(self._expiries)
 
     def served(self, entry: T, prompt_tokens: int, generated_tokens: int) -> None:
         """Tell the policy what was computed for an entry that has a row."""
@@ -134,5 +144,6 @@ class RequestQueue(Generic[T]):
         self._since[id(entry)] = (entry, now)
         self.tokens += entry.cost_tokens
         self.by_priority[entry.priority] += 1
+        self._tokens_of[entry.priority] += entry.cost_tokens
         if entry.deadline_at < math.inf:
             heappush(self._expiries, (entry.deadline_at, next(self._numbers), entry))

@@ -31,7 +31,7 @@ class Reporting:
     def stepped(self, report: StepReport, generated: int, plan_s: float, commit_s: float, step_s: float) -> None:
         """One step is done, wall time `step_s`."""
         self.totals.add(report, generated, step_s)
-        self.estimate.observe(report.prompt_tokens, generated, step_s)
+        self.estimate.observe(len(report.outcomes), report.prompt_tokens, generated, step_s)
         self.instruments.prompt_computed(report.prompt_tokens)
         self.instruments.generated(generated)
         self.instruments.step(
@@ -52,6 +52,15 @@ class Reporting:
             kv_tokens=pool.kv_tokens,
             kv_capacity=pool.rows * pool.window,
         )
+
+    def check_deadline(self, job: GenerationJob, ahead_tokens: int) -> None:
+        """Raise `InvalidRequest` for a job that cannot be expected to end in time, behind so many tokens of others."""
+        if job.deadline_at is None:
+            return
+        sequence = job.sequences[0]
+        seconds = self.estimate.seconds(ahead_tokens, sequence.prompt_length, sequence.rules.budget)
+        if seconds is not None and self._clock() + seconds > job.deadline_at:
+            raise InvalidRequest("deadline_s", f"cannot be met: this takes about {seconds:.1f} s at present")
 
     def ended(self, job: GenerationJob, result: Result) -> None:
         """A job has its result."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
 from drumline.metrics.instruments import Priority
 from drumline.model.batch import StepRecord
@@ -39,6 +39,13 @@ MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
 
 
+def _one_grammar(given: object) -> object:
+    """In JSON, which kind of grammar it is stands in its one key."""
+    if isinstance(given, dict) and (len(given) != 1 or not given.keys() <= {"json_schema", "regex", "lark"}):
+        raise ValueError("must hold one of json_schema, regex and lark, and nothing else")
+    return given
+
+
 class Message(Validated):
     """One turn of a chat."""
 
@@ -68,7 +75,7 @@ class Request(Validated):
     """How many alternatives to report beside the chosen token; None reports nothing."""
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     """The same for the prompt's own ids, each given those before it. Such a prompt is computed whole."""
-    structured: Structured | None = None
+    structured: Annotated[Structured, BeforeValidator(_one_grammar)] | None = None
     """What the answer must be: a JSON document, or derived from a grammar."""
     processors: tuple[Processor, ...] = Field(default=(), strict=False, exclude=True)
     priority: Priority = "normal"

@@ -24,7 +24,8 @@ from drumline.scheduler.admission import Admission, Admitted
 from drumline.scheduler.config import DRAFT_TOKENS, VERSION, SchedulerConfig
 from drumline.scheduler.engine import Statistics
 from drumline.scheduler.job import GenerationJob
-from drumline.scheduler.live_rows import LiveRows, Pin
+from drumline.scheduler.live_rows import LiveRows
+from drumline.scheduler.pins import Pin, pin_prompt
 from drumline.scheduler.plan import plan_step
 from drumline.scheduler.policy import Policy, default_policy
 from drumline.scheduler.queue import RequestQueue
@@ -37,6 +38,14 @@ LONG_TEXT = 20_000
 """Characters beyond which tokenising would hold the event loop up for tens of milliseconds, as a grammar does."""
 
 _log = logging.getLogger("drumline")
+
+
+class _StepFailed(Exception):
+    """The backend raised `reason`."""
+
+    def __init__(self, reason: Exception) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 class Scheduler:
@@ -94,10 +103,8 @@ class Scheduler:
         self.registry = CollectorRegistry() if registry is None else registry
         self._clock = clock
         self._draft_tokens = draft_tokens if self.backend.exact else 0  # elsewhere they would change roundings
-        self._pool = self._make_pool()
-        self._queue: RequestQueue[Sequence] = RequestQueue(
-            queue_requests, queue_tokens, default_policy() if policy is None else policy
-        )
+        self._pool = CachePool(model, rows, make_kv(self.backend.name, model, rows), reuse)
+        self._queue: RequestQueue[Sequence] = RequestQueue(queue_requests, queue_tokens, _checked(policy))
         self._admission = Admission(model, rows)
         self._runner = StepRunner(self.backend, self._pool)
         self._reporting = Reporting(self.registry, name, clock)
@@ -112,6 +119,7 @@ class Scheduler:
         self._quiet.set()
         self._closed = self._draining = False
         self._failure: str | None = None
+        self._restarts_left = restarts
         self._torch = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"drumline-{name}")
         self._tasks: list[asyncio.Task[None]] = []
         self._publish_levels()
@@ -172,42 +180,31 @@ class Scheduler:
                     await self._room.wait()
 
     def submit_nowait(self, request: Request) -> GenerationJob:
-        """Accept a request at once; raises `QueueFull` besides what `submit` raises."""
+        """Accept a request at once; raises `QueueFull` besides what `submit` raises.
+
+        A grammar is compiled here and now, which `submit` does in a thread.
+        """
         with self._refusals_counted():
             self._check_open()
             admitted = self._admission.admit(request)
         return self._enqueue_at_once(self._make_job(admitted))
 
     def preempt(self, job: GenerationJob) -> None:
-        """Take a running job's rows at the next step boundary and put it back at the head of the queue.
+        """Take a running job's rows at the next step boundary and put it back in the queue.
 
         It goes on from its tokens and random state: what is already out stays, and the answer is the one it would have
-        given. As it stands at the head, it is also the next to get a row. Nothing happens to a job that waits or has
-        ended.
+        given. It stands at the head of its tenant's line in its class. Nothing happens to a job that has no row.
         """
-        job.preempt_requested = job.state == "running"
+        self._rows.preempt(job)
 
     async def pin(self, request: Request) -> Pin:
         """Compute the prompt of a request and keep it in a row of its own, for all that begin alike, until it is
         released.
 
-        Raises `InvalidRequest` where that would leave no row to run in, or where prompts are not reused; else what
-        `submit` raises, and `Result.raise_for_status`.
+        Raises `InvalidRequest` where that would leave no row to run in, where prompts are not reused, and for a prompt
+        of fewer than 16 tokens; else what `submit` raises, and `Result.raise_for_status`.
         """
-        if not self.config.reuse:
-            raise InvalidRequest("reuse", "is off: a pinned prompt would be of no use")
-        if self._rows.pins + 2 > self.config.rows:
-            raise InvalidRequest("rows", f"{self.config.rows} leave none beside those that are pinned")
-        only_prompt = {"max_tokens": 1, "min_tokens": 0, "n": 1, "stop": (), "structured": None, "overflow": "stop"}
-        pin = Pin(self._rows)
-        try:
-            job = await self.submit(request.model_copy(update=only_prompt))
-            job.pin = pin
-            (await job.result()).raise_for_status()
-        except BaseException:
-            pin.release()
-            raise
-        return pin
+        return await pin_prompt(self, self._rows, self._pool, request)
 
     async def drain(self, timeout: float | None = None) -> None:
         """Take no more requests and finish all that were accepted; at `timeout` (seconds) the rest ends `cancelled`."""
@@ -267,10 +264,6 @@ class Scheduler:
         if alive != set(self._rows.by_row):
             raise RuntimeError(f"pool says rows {sorted(alive)} live, the scheduler {sorted(self._rows.by_row)}")
 
-    def _make_pool(self) -> CachePool:
-        rows = self.config.rows
-        return CachePool(self.model, rows, make_kv(self.backend.name, self.model, rows), self.config.reuse)
-
     def _make_job(self, admitted: Admitted) -> GenerationJob:
         job_id = admitted.request.id or uuid4().hex
         return GenerationJob(job_id, admitted, self.model, self._clock(), self._cancel_asked)
@@ -289,7 +282,8 @@ class Scheduler:
             if job.id in self._jobs:
                 raise InvalidRequest("id", f"a job {job.id} is queued or running")
             if self.config.refuse_late:
-                self._check_deadline(job)
+                ahead = 0 if self._pool.free else self._queue.tokens_before(job.request.priority)
+                self._reporting.check_deadline(job, ahead)
         if job.request.max_tokens > 0:
             self._rows.enqueue(job.sequences)
         self._jobs[job.id] = job
@@ -299,15 +293,6 @@ class Scheduler:
         self._wake.set()
         self._publish_levels()
         return job
-
-    def _check_deadline(self, job: GenerationJob) -> None:
-        if job.deadline_at is None:
-            return
-        sequence = job.sequences[0]
-        ahead = self._queue.tokens if not self._pool.free else 0
-        seconds = self._reporting.estimate.seconds(ahead, sequence.prompt_length, sequence.rules.budget)
-        if seconds is not None and self._clock() + seconds > job.deadline_at:
-            raise InvalidRequest("deadline_s", f"cannot be met: this takes about {seconds:.1f} s at present")
 
     def _check_open(self) -> None:
         if self._failure is not None:
@@ -333,30 +318,28 @@ class Scheduler:
         self._wake.set()
 
     async def _run(self) -> None:
-        restarts = self.config.restarts
-        while self._failure is None:
-            try:
-                while True:
+        try:
+            while True:
+                try:
                     if not await self._turn():
                         await self._wake.wait()
                     self._wake.clear()
-            except Exception as error:  # nothing may leave callers waiting for ever
-                if restarts:
-                    restarts -= 1
-                    _log.exception("the engine failed and starts anew; what ran goes on from its tokens")
-                    self._restart()
-                else:
-                    _log.exception("the engine failed; everything that runs or waits ends with an error")
-                    self._fail(f"{type(error).__name__}: {error}")
-            except BaseException:
-                self._fail("the scheduler's loop was cancelled")
-                raise
+                except _StepFailed as failure:
+                    if not self._restarts_left:
+                        raise failure.reason from None
+                    self._restart(failure.reason)
+        except Exception as error:  # nothing may leave callers waiting for ever
+            _log.exception("the engine failed; everything that runs or waits ends with an error")
+            self._fail(f"{type(error).__name__}: {error}")
+        except BaseException:
+            self._fail("the scheduler's loop was cancelled")
+            raise
 
-    def _restart(self) -> None:
-        """A new pool, whatever the failed step left in the old one."""
-        self._pool, old = self._make_pool(), self._pool
-        self._runner = StepRunner(self.backend, self._pool)
-        self._rows.move_to(self._pool, old)
+    def _restart(self, reason: Exception) -> None:
+        """Go on after a step that raised: it changed nothing but keys and values, which are computed again."""
+        _log.error("a step failed; what ran goes on from its tokens", exc_info=reason)
+        self._restarts_left -= 1
+        self._rows.restart()
         self.instruments.restarted()
 
     async def _turn(self) -> bool:
@@ -372,7 +355,10 @@ class Scheduler:
             return False
         planned = time.perf_counter()
         loop = asyncio.get_running_loop()
-        report = await loop.run_in_executor(self._torch, self._runner.run, plan, dict(self._rows.by_row))
+        try:
+            report = await loop.run_in_executor(self._torch, self._runner.run, plan, dict(self._rows.by_row))
+        except Exception as error:
+            raise _StepFailed(error) from error
         stepped = time.perf_counter()
         generated = self._rows.commit(report.outcomes)
         self._reporting.stepped(
@@ -401,3 +387,11 @@ class Scheduler:
         self._rows.fail_all(unfinished, reason)
         self._room.set()
         self._publish_levels()
+
+
+def _checked(policy: Policy | None) -> Policy:
+    if policy is None:
+        return default_policy()
+    if not isinstance(policy, Policy):
+        raise InvalidRequest("policy", f"must be a Policy, not {type(policy).__name__}")
+    return policy

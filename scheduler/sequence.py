@@ -42,7 +42,9 @@ class Sequence:
         self.lookup = PromptLookup()
         self.prompt_logprobs: list[TokenLogprob] = []
         """Of the prompt's ids from the second on, where they are wanted."""
-        self.steps_in_row = 0
+        self.steps_in_row = self.tokens_in_row = 0
+        self.charged = False
+        """Whether its prompt was counted against its tenant's share."""
         self.reused_tokens = 0
         self.resumes = 0
         """How often its row was taken away, to go on later."""
@@ -94,7 +96,8 @@ class Sequence:
 
     def seated(self, now: float) -> None:
         """A row was given; time runs from here."""
-        self._marked_at, self.prefilling, self.steps_in_row = now, True, 0
+        self._marked_at, self.prefilling = now, True
+        self.steps_in_row = self.tokens_in_row = 0
 
     def computed(self, record: StepRecord, now: float, reached_newest: bool) -> None:
         """A pass of the row is done; after the one that reached its newest id, it decodes."""
@@ -109,6 +112,7 @@ class Sequence:
 
     def timed(self, now: float, tokens: int) -> float | None:
         """So many tokens were chosen now: seconds since those before them; None for the first, or for none."""
+        self.tokens_in_row += tokens
         if not tokens:
             return None
         if self.job.first_token_at is None:

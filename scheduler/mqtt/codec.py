@@ -139,6 +139,8 @@ class ChoiceMessage(Outgoing):
 class ResultMessage(Outgoing):
     """The terminal message. A rejected job has no stop reason, no choices, usage or timings."""
 
+    only_when_given = frozenset({"prompt_logprobs"})
+
     job_id: str
     status: Status
     stop_reason: StopReason | None
@@ -148,6 +150,7 @@ class ResultMessage(Outgoing):
     usage: Usage | None
     timings: Timings | None
     error: ErrorMessage | None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
 
 class WorkerStatus(Outgoing):
@@ -224,6 +227,7 @@ def result_message(job_id: str, result: Result) -> ResultMessage:
         usage=result.usage,
         timings=result.timings,
         error=ErrorMessage(code="failed", field=None, message=result.error or "") if status == "failed" else None,
+        prompt_logprobs=result.prompt_logprobs,
     )
 
 

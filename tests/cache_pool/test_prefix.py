@@ -64,13 +64,13 @@ class TestIndex:
         index.extend(0, range(40))
         index.extend(1, range(20))
         index.extend(2, [*range(32), *range(90, 99)])
-        assert index.candidates(range(40)) == [0, 2]
-        assert index.candidates(range(31)) == [0, 1, 2]
-        assert index.candidates([*range(15), 99]) == []
+        assert index.candidates(range(40)) == ([0, 2], 32)
+        assert index.candidates(range(31)) == ([0, 1, 2], 16)
+        assert index.candidates([*range(15), 99]) == ([], 0)
         index.cut(0, 31)
-        assert index.candidates(range(40)) == [2]
+        assert index.candidates(range(40)) == ([2], 32)
         index.drop(2)
-        assert sorted(index.candidates(range(40))) == [0, 1]
+        assert sorted(index.candidates(range(40))[0]) == [0, 1]
         index.check_integrity()
 
     def test_growing_is_the_same_as_whole(self):
@@ -141,7 +141,7 @@ class TestTaking:
 
     @pytest.mark.parametrize("leave", ["cancelled", "error", "release", "taken"])
     def test_a_leader_that_leaves(self, leave: str):
-        """What it had computed counts, unless it failed or its row is somebody else's."""
+        """What it had computed counts, unless it failed."""
         pool = make_pool(2)
         leader, follower = pool.take((*SYSTEM, 1), NOBODY), pool.take((*SYSTEM, 2), NOBODY)
         step(pool, leader, 20)
@@ -152,8 +152,53 @@ class TestTaking:
         if leave == "taken":
             assert pool.take((9,) * 30, NOBODY) == leader
         assert not pool.waits(follower)
-        assert int(pool.reused[follower]) == (20 if leave in ("cancelled", "release") else 0)
+        assert int(pool.reused[follower]) == (0 if leave == "error" else 20)
         assert_computed(pool, follower)
+
+    def test_followers_of_a_leader_that_left_follow_one_of_them(self):
+        pool = make_pool(4)
+        rows = [pool.take((*SYSTEM, place), NOBODY) for place in range(4)]
+        step(pool, rows[0], 20)
+        pool.retire(rows[0], "cancelled")
+        assert [pool.waits(row) for row in rows[1:]] == [False, True, True]
+        step(pool, rows[1], pool.pending(rows[1]))
+        assert not any(pool.waits(row) for row in rows[1:])
+        assert [int(pool.reused[row]) for row in rows[1:]] == [20, 40, 40]
+        for row in rows[1:]:
+            assert_computed(pool, row)
+
+    def test_a_leaders_row_that_is_retaken_gives_what_it_had(self):
+        pool = make_pool(2)
+        leader, follower = pool.take((*SYSTEM, 1), NOBODY), pool.take((*SYSTEM, 2), NOBODY)
+        step(pool, leader, 30)
+        pool.release(leader)
+        assert pool.take((9,) * 30, NOBODY) == leader  # before anybody asked whether the follower waits
+        assert not pool.waits(follower)
+        assert int(pool.reused[follower]) == 30
+        assert_computed(pool, follower)
+
+    def test_a_follower_goes_on_with_one_that_shares_more(self):
+        pool = make_pool(3)
+        first = pool.take((*SYSTEM, 1), NOBODY)
+        longer = (*SYSTEM, *range(200, 230))
+        second, third = pool.take((*longer, 2), NOBODY), pool.take((*longer, 3), NOBODY)
+        step(pool, first, 41)
+        assert [pool.waits(second), pool.waits(third)] == [False, True]
+        step(pool, second, pool.pending(second))
+        assert not pool.waits(third)
+        assert int(pool.reused[third]) == 70
+        assert_computed(pool, third)
+
+    def test_reset_forgets_all(self):
+        pool = make_pool()
+        pool.retire(computed(pool, SYSTEM), "eos")
+        row = computed(pool, (*SYSTEM, 4))
+        pool.reset()
+        assert (pool.free, pool.kv_tokens) == (3, 0)
+        assert pool.reused[pool.take(SYSTEM, NOBODY)] == 0
+        pool.update_store()
+        assert not any(tensor.any() for tensor in pool.kv.read(0, range(row, row + 1), WINDOW))
+        pool.check_integrity()
 
     def test_rows_that_failed_or_slid_give_nothing(self):
         pool = make_pool(1)

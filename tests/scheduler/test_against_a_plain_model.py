@@ -14,9 +14,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from drumline import QueueFull, Request, SamplingParams, Scheduler
 from drumline.scheduler.job import GenerationJob
 from drumline.scheduler.policy import PRIORITIES
+from tests.drive import generate
 from tests.tiny import tiny_model
 
-MODEL = tiny_model(window=64, precision="int8")
+MODEL = tiny_model(window=96, precision="int8")
+ANSWERS: dict[tuple[object, ...], tuple[int, ...]] = {}
 PROMPTS = [tuple(3 + place for place in range(length)) for length in (1, 5, 20, 45)]
 
 
@@ -42,7 +44,6 @@ class Life(RuleBasedStateMachine):
     def start(self, rows: int, step_tokens: int, reuse: bool, drafts: int) -> None:
         self.loop = asyncio.new_event_loop()
         self.now = 0.0
-        self.answers: dict[tuple[object, ...], tuple[int, ...]] = {}
         self.asked: list[Asked] = []
         self.refused = 0
         self.scheduler = self.wait(self._make(rows, step_tokens, reuse, drafts))
@@ -62,7 +63,7 @@ class Life(RuleBasedStateMachine):
         return self.loop.run_until_complete(what)
 
     @rule(
-        prompt=st.sampled_from(PROMPTS), tokens=st.integers(1, 12), priority=st.sampled_from(PRIORITIES),
+        prompt=st.sampled_from(PROMPTS), tokens=st.integers(1, 30), priority=st.sampled_from(PRIORITIES),
         tenant=st.sampled_from("ab"), seconds=st.sampled_from([None, 3.0, 50.0]), seed=st.integers(0, 2),
         n=st.integers(1, 2),
     )  # fmt: skip
@@ -101,10 +102,12 @@ class Life(RuleBasedStateMachine):
     def preempt(self, data: st.DataObject) -> None:
         self.scheduler.preempt(data.draw(st.sampled_from(self.asked)).job)
 
-    @rule(turns=st.integers(1, 4))
+    @rule(turns=st.integers(1, 12))
     def step(self, turns: int) -> None:
         for _ in range(turns):
+            due = [asked for asked in self.asked if asked.cancelled or self.now >= asked.deadline_at]
             self.wait(self.scheduler._turn())
+            assert all(asked.job.state == "done" for asked in due)
 
     @rule(seconds=st.sampled_from([0.5, 4.0]))
     def pass_time(self, seconds: float) -> None:
@@ -149,14 +152,20 @@ class Life(RuleBasedStateMachine):
                 assert asked.cancelled
             elif choice.stop_reason == "deadline":
                 assert self.now >= asked.deadline_at
+                assert not asked.cancelled
             else:
                 assert choice.stop_reason == "budget"
                 assert len(choice.token_ids) == asked.request.max_tokens
-            key = (asked.request.prompt_ids, asked.request.sampling.seed, choice.choice)
-            longest = self.answers.setdefault(key, choice.token_ids)
-            common = min(len(longest), len(choice.token_ids))
-            assert longest[:common] == choice.token_ids[:common]  # the same request, the same tokens
-            self.answers[key] = max(longest, choice.token_ids, key=len)
+            assert choice.token_ids == self._alone(asked.request, choice.choice)[: len(choice.token_ids)]
+
+    def _alone(self, request: Request, choice: int) -> tuple[int, ...]:
+        """What the request's choice says with nothing beside it."""
+        key = (request.prompt_ids, request.sampling.seed, choice)
+        if key not in ANSWERS:
+            whole = request.model_copy(update={"n": choice + 1, "max_tokens": 30, "deadline_s": None})
+            result, *_ = self.wait(generate(MODEL, whole, rows=2, draft_tokens=0, reuse=False))
+            ANSWERS[key] = result.choices[choice].token_ids
+        return ANSWERS[key]
 
 
 TestLife = Life.TestCase

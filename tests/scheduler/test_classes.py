@@ -6,7 +6,8 @@ from collections import Counter
 import pytest
 
 from drumline import InvalidRequest, Request, SamplingParams, Scheduler
-from drumline.scheduler.live_rows import MIN_STEPS_IN_ROW
+from drumline.scheduler.live_rows import MIN_TOKENS_IN_ROW
+from drumline.scheduler.policy import FirstCome
 from tests.compositions import answer
 from tests.drive import generate, metric, until
 from tests.tiny import tiny_model
@@ -63,7 +64,7 @@ class TestTakingRows:
             normal = await scheduler.submit(asking(80))
             slow = await scheduler.submit(low)
             async for chunk in slow:
-                if chunk.first_token == MIN_STEPS_IN_ROW + 2:
+                if chunk.first_token == MIN_TOKENS_IN_ROW + 2:
                     break_in = await scheduler.submit(asking(3, priority="high"))
                     urgent = await break_in.result()
                     assert slow.state == "running"
@@ -83,13 +84,26 @@ class TestTakingRows:
             await urgent.result()
             result = low.sequences[0]
             assert result.resumes == 1
-            assert len(result.token_ids) >= MIN_STEPS_IN_ROW - 1
+            assert len(result.token_ids) >= MIN_TOKENS_IN_ROW - 1
             await low.result()
+
+    async def test_a_long_prompt_comes_on_too(self):
+        """Each time it holds a row it generates its tokens, however many steps its prompt takes again."""
+        async with Scheduler(
+            tiny_model(window=256, precision="int8"), rows=1, step_tokens=16, draft_tokens=0
+        ) as scheduler:
+            low = await scheduler.submit(asking(40, priority="low").model_copy(update={"prompt": "x" * 200}))
+            ended = asyncio.ensure_future(low.result())
+            while not ended.done():
+                await (await scheduler.submit(asking(1, priority="high"))).result()
+            result = await ended
+        assert result.stop_reason == "budget"
+        assert result.usage.resumes <= 40 // MIN_TOKENS_IN_ROW
 
     async def test_equals_wait(self):
         async with Scheduler(tiny_model(window=128), rows=1) as scheduler:
             first = await scheduler.submit(asking(40))
-            await until(lambda: first.generated >= MIN_STEPS_IN_ROW + 3)
+            await until(lambda: first.generated >= MIN_TOKENS_IN_ROW + 3)
             second = await scheduler.submit(asking(2))
             await second.result()
             assert (await first.result()).usage.resumes == 0
@@ -104,7 +118,7 @@ class TestTakingRows:
                 await (await scheduler.submit(asking(1, priority="high"))).result()
                 urgent += 1
             result = await ended
-        assert result.usage.resumes <= 64 // (MIN_STEPS_IN_ROW - 1) + 1
+        assert result.usage.resumes <= 64 // MIN_TOKENS_IN_ROW
         assert urgent >= result.usage.resumes
 
 
@@ -129,8 +143,33 @@ class TestShares:
             await asyncio.gather(*(job.result() for job in many))
         assert done == pytest.approx(sum(4 for _ in few), abs=8)  # two rows of four tokens are on their way
 
+    async def test_what_is_reused_is_not_charged(self):
+        class Charges(FirstCome):
+            total = 0.0
+
+            def served(self, entry: object, prompt_tokens: int, generated_tokens: int) -> None:
+                self.total += prompt_tokens
+
+        policy = Charges()
+        shared = tuple(3 + place % 200 for place in range(60))
+        async with Scheduler(tiny_model(window=128, precision="int8"), rows=4, policy=policy) as scheduler:
+            jobs = [await scheduler.submit(Request(prompt_ids=(*shared, place), max_tokens=2)) for place in range(4)]
+            results = [await job.result() for job in jobs]
+        assert policy.total == 4 * 61 - sum(result.usage.reused_tokens for result in results) == 61 + 3
+
 
 class TestDeadlines:
+    async def test_low_work_does_not_count_against_high(self):
+        async with Scheduler(tiny_model(window=128), rows=1, refuse_late=True) as scheduler:
+            await (await scheduler.submit(asking(40))).result()
+            low = [await scheduler.submit(asking(100, priority="low")) for _ in range(500)]
+            urgent = await scheduler.submit(asking(2, priority="high", deadline_s=20.0))
+            with pytest.raises(InvalidRequest, match="deadline_s"):
+                await scheduler.submit(asking(2, priority="low", deadline_s=0.01))
+            assert (await urgent.result()).stop_reason == "budget"
+            for job in low:
+                job.cancel()
+
     async def test_what_cannot_end_in_time_is_refused(self):
         async with Scheduler(tiny_model(window=128), rows=1, refuse_late=True) as scheduler:
             await (await scheduler.submit(asking(40, deadline_s=1000.0))).result()

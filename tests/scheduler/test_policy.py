@@ -9,8 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from drumline.model.errors import InvalidRequest
 from drumline.scheduler.policy import (
+    MOST_AGED,
     MOST_REMEMBERED,
+    OVERDUE_EVERY,
     PRIORITIES,
     FairShare,
     FirstCome,
@@ -132,44 +135,79 @@ class TestPriorities:
         order = taken(filled(default_policy(), *entries))
         assert [entry.priority for entry in order] == ["high", "high", "normal", "low", "low"]
 
-    def test_waiting_raises_a_class_at_a_time(self):
-        policy = PriorityClasses(ageing_s=AGEING_S)
-        low = Entry("low")
-        policy.add(low, 0.0)
-        for now, fresh in ((9.9, "normal"), (19.9, "high")):
-            rival = Entry(fresh)
-            policy.add(rival, now)
-            assert policy.foremost(now) is rival
-            policy.remove(rival)
-        rival = Entry("normal")
-        policy.add(rival, 20.0)
-        assert policy.foremost(20.0) is low  # it counts as high now
-        policy.add(Entry("high"), 20.1)
-        assert policy.foremost(30.0) is low  # and now it is overdue
-
     @pytest.mark.parametrize("priority", PRIORITIES)
-    def test_the_bound(self, priority: str):
-        """Behind an entry that waited 3, 2 or 1 ageing times, nothing that comes later is served first."""
+    def test_overdue_has_one_pick_in_four(self, priority: str):
+        """High work that never ends leaves it its turn, once it has waited its time."""
         policy, victim = default_policy(ageing_s=AGEING_S), Entry(priority, "victim")
         policy.served(victim, 10**9, 0)  # its tenant had more than anybody will
-        bound = (3 - PRIORITIES.index(priority)) * AGEING_S
+        due = (3 - PRIORITIES.index(priority)) * AGEING_S
         policy.add(victim, 0.0)
-        now = 0.0
+        picks, now = 0, 0.0
         while True:
-            policy.add(Entry("high", f"t{int(now * 10)}"), now)
+            policy.add(Entry("high", f"t{now:.1f}"), now)
             entry = policy.foremost(now)
             policy.remove(entry)
+            picks += now >= due
             if entry is victim:
                 break
             now += 0.1
-        assert now == pytest.approx(bound, abs=0.2)
+        assert due <= now + 1e-9
+        assert picks <= OVERDUE_EVERY + 1
 
-    def test_overdue_is_first_come(self):
+    def test_a_flood_that_is_overdue_does_not_hold_up_what_comes(self):
         policy = default_policy(ageing_s=AGEING_S)
-        entries = [Entry("low"), Entry("high", "b"), Entry("normal", "c")]
-        for place, entry in enumerate(entries):
-            policy.add(entry, float(place))
-        assert taken(policy, 100.0) == entries
+        flood = [Entry("normal", "many") for _ in range(300)]
+        filled(policy, *flood)
+        late = [Entry("normal", "few"), Entry("high", "few")]
+        filled(policy, *late, now=100.0)
+        order = []
+        while len(order) < 8:
+            entry = policy.foremost(100.0)
+            policy.remove(entry)
+            policy.served(entry, 10, 10)
+            order.append(entry)
+        assert order[0] is late[1]
+        assert late[0] in order
+
+    def test_the_overdue_share_among_themselves(self):
+        policy = default_policy(ageing_s=AGEING_S)
+        entries = [Entry("normal", "many") for _ in range(9)] + [Entry("normal", "few") for _ in range(3)]
+        filled(policy, *entries)
+        order = []
+        while (entry := policy.foremost(1_000.0)) is not None:
+            policy.remove(entry)
+            policy.served(entry, 10, 0)
+            order.append(entry.tenant)
+        assert order[:6].count("few") == 3
+
+    def test_a_hundred_thousand_age_bit_by_bit(self):
+        policy = default_policy(ageing_s=AGEING_S)
+        filled(policy, *(Entry() for _ in range(1_000)))
+        policy.foremost(100.0)
+        assert len(policy._overdue) == MOST_AGED
+        policy.foremost(100.0)
+        assert len(policy._overdue) == 2 * MOST_AGED
+
+    def test_heaps_do_not_keep_what_has_left(self):
+        policy = default_policy()
+        policy.add(Entry("high", "stays"), 0.0)
+        for number in range(3_000):
+            entry = Entry("normal", f"t{number}")
+            policy.add(entry, 0.0)
+            policy.remove(entry)
+        assert len(policy._due) < 200
+        assert len(policy._classes[1]._tenants) < 200
+        never = PriorityClasses(ageing_s=float("inf"))
+        filled(never, *(Entry() for _ in range(10)))
+        assert never._due == []
+
+    @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
+    def test_bad_settings(self, weight: float):
+        with pytest.raises(InvalidRequest, match="weights: that of a must be a number above 0"):
+            default_policy({"a": weight})
+        if weight != float("inf"):
+            with pytest.raises(InvalidRequest, match="ageing_s: must be above 0"):
+                default_policy(ageing_s=weight)
 
     def test_a_tenant_has_one_share_in_all_classes(self):
         policy = default_policy()
@@ -190,6 +228,7 @@ class Order(RuleBasedStateMachine):
         self.since: dict[Entry, float] = {}
         self.left: list[Entry] = []
         self.returned: set[Entry] = set()
+        self.passed_over = 0
         self.now = 0.0
         self.dice = random.Random(seed)
 
@@ -208,17 +247,21 @@ class Order(RuleBasedStateMachine):
     def pick(self, tokens: int) -> None:
         entry = self.policy.foremost(self.now)
         assert entry in self.since
-        reached = {other: self.level(other) for other in self.since}
-        assert reached[entry] == max(reached.values())
-        if reached[entry] == len(PRIORITIES):
-            assert self.since[entry] == min(self.since[o] for o, level in reached.items() if level == 3)
+        fresh = [other for other in self.since if not self.overdue(other)]
+        if not self.overdue(entry):
+            assert PRIORITIES.index(entry.priority) == max(PRIORITIES.index(other.priority) for other in fresh)
+            self.passed_over += len(fresh) < len(self.since)
+            assert self.passed_over < OVERDUE_EVERY
+        else:
+            self.passed_over = 0
         alike = [
-            o
-            for o in self.since
-            if (o.tenant, o.priority, reached[o]) == (entry.tenant, entry.priority, reached[entry])
+            other
+            for other in self.since
+            if (other.tenant, other.priority) == (entry.tenant, entry.priority)
+            and other not in self.returned
+            and self.overdue(other) == self.overdue(entry)
         ]
-        first = min((self.since[o] for o in alike if o not in self.returned), default=0.0)
-        assert entry in self.returned or self.since[entry] == first
+        assert entry in self.returned or self.since[entry] == min(self.since[other] for other in alike)
         self.policy.remove(entry)
         del self.since[entry]
         self.policy.served(entry, tokens, tokens)
@@ -245,13 +288,8 @@ class Order(RuleBasedStateMachine):
             assert set(self.policy) == set(self.since)
             assert len(self.policy) == len(self.since)
 
-    @staticmethod
-    def asked(entry: Entry) -> int:
-        return PRIORITIES.index(entry.priority)
-
-    def level(self, entry: Entry) -> int:
-        risen = int((self.now - self.since[entry]) / AGEING_S + 1e-9)
-        return min(len(PRIORITIES), self.asked(entry) + risen)
+    def overdue(self, entry: Entry) -> bool:
+        return self.now - self.since[entry] >= AGEING_S * (3 - PRIORITIES.index(entry.priority))
 
 
 TestOrder = Order.TestCase

@@ -2,7 +2,8 @@
 
 import pytest
 
-from drumline import EngineFailed, Scheduler
+from drumline import EngineFailed, Regex, Request, Scheduler
+from drumline.scheduler.policy import FirstCome
 from tests.compositions import answer
 from tests.drive import asking, generate, metric, sampled
 from tests.tiny import tiny_model
@@ -42,10 +43,66 @@ async def test_all_goes_on_from_its_tokens(precision: str):
         assert scheduler.healthy
         assert metric(scheduler, "restarts_total") == 2
         scheduler.check_integrity()
-        (after,) = [await (await scheduler.submit(asking(tokens=3))).result()]
+        after = await (await scheduler.submit(asking(tokens=3))).result()
         assert after.stop_reason == "budget"
     assert list(map(answer, results)) == list(map(answer, expected))
     assert sum(result.usage.resumes for result in results) >= 3
+
+
+async def test_what_was_pinned_is_lost_and_can_be_pinned_again():
+    model = tiny_model(window=128, precision="int8")
+    async with Scheduler(model, rows=2, restarts=1) as scheduler:
+        pin = await scheduler.pin(Request(prompt_ids=(9,) * 40))
+        failing(scheduler, 1)
+        await (await scheduler.submit(asking())).result()
+        pin.release()
+        again = await scheduler.pin(Request(prompt_ids=(9,) * 40))
+        after = await (await scheduler.submit(Request(prompt_ids=(*((9,) * 40), 5), max_tokens=2))).result()
+        assert after.usage.reused_tokens == 40
+        again.release()
+        scheduler.check_integrity()
+
+
+async def test_only_a_step_is_answered_so():
+    """What fails between steps may have counted a token already: nothing is drawn twice, everything ends."""
+
+    class Failing(FirstCome):
+        def served(self, entry: object, prompt_tokens: int, generated_tokens: int) -> None:
+            if generated_tokens:
+                raise RuntimeError("of a policy")
+
+    async with Scheduler(tiny_model(), rows=1, restarts=5, policy=Failing()) as scheduler:
+        result = await (await scheduler.submit(asking())).result()
+        assert (result.stop_reason, result.error) == ("error", "RuntimeError: of a policy")
+        assert not scheduler.healthy
+        assert metric(scheduler, "restarts_total") == 0
+
+
+async def test_a_restart_that_fails_ends_everything():
+    async with Scheduler(tiny_model(), rows=1, restarts=5) as scheduler:
+        failing(scheduler, 2)
+
+        def broken() -> None:
+            raise MemoryError("again")
+
+        scheduler._rows.restart = broken
+        result = await (await scheduler.submit(asking())).result()
+        assert (result.stop_reason, result.error) == ("error", "MemoryError: again")
+        assert not scheduler.healthy
+
+
+async def test_grammars_and_prompts_go_on_too():
+    model = tiny_model(window=128, precision="int8")
+    requests = [
+        Request(prompt="x", max_tokens=30, structured=Regex(regex="[a-f]{20}"), logprobs=0),
+        Request(prompt="the drum and the other drum", max_tokens=8, prompt_logprobs=1, ignore_eos=True),
+    ]
+    expected = [(await generate(model, request))[0] for request in requests]
+    async with Scheduler(model, rows=2, step_tokens=16, restarts=3) as scheduler:
+        failing(scheduler, 2, 5, 9)
+        results = [await job.result() for job in [await scheduler.submit(request) for request in requests]]
+    assert list(map(answer, results)) == list(map(answer, expected))
+    assert results[1].prompt_logprobs == expected[1].prompt_logprobs
 
 
 async def test_not_for_ever():

@@ -143,14 +143,36 @@ class TestPins:
         async with Scheduler(tiny(), rows=2) as scheduler:
             pin = await scheduler.pin(Request(prompt_ids=SYSTEM))
             with pytest.raises(InvalidRequest, match="rows: 2 leave none"):
-                await scheduler.pin(Request(prompt_ids=(9, 9, 9)))
+                await scheduler.pin(Request(prompt_ids=(9,) * 20))
             pin.release()
-            (await scheduler.pin(Request(prompt_ids=(9, 9, 9)))).release()
+            (await scheduler.pin(Request(prompt_ids=(9,) * 20))).release()
 
     async def test_a_prompt_that_fails_holds_nothing(self):
         async with Scheduler(tiny(), rows=2) as scheduler:
             with pytest.raises(InvalidRequest, match="prompt_ids"):
                 await scheduler.pin(Request(prompt_ids=(10**6,)))
+            (await scheduler.pin(Request(prompt_ids=SYSTEM))).release()
+
+    @pytest.mark.parametrize(
+        ("request_", "field"), [("x", "request"), (Request(prompt_ids=(9,) * 15), "prompt")], ids=["text", "short"]
+    )
+    async def test_what_cannot_be_pinned(self, request_: object, field: str):
+        async with Scheduler(tiny(), rows=2) as scheduler:
+            with pytest.raises(InvalidRequest) as caught:
+                await scheduler.pin(request_)
+            assert caught.value.field == field
+            (await scheduler.pin(Request(prompt_ids=SYSTEM))).release()
+            scheduler.check_integrity()
+
+    async def test_giving_up_while_it_is_computed(self):
+        async with Scheduler(tiny(), rows=2, step_tokens=16) as scheduler:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(scheduler.pin(Request(prompt_ids=SYSTEM)), 0)
+            task = asyncio.create_task(scheduler.pin(Request(prompt_ids=SYSTEM)))
+            await until(lambda: scheduler.statistics().live == 1)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await until(lambda: scheduler.statistics().live == 0)
             (await scheduler.pin(Request(prompt_ids=SYSTEM))).release()
 
     async def test_without_reuse_there_is_nothing_to_pin(self):

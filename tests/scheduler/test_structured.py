@@ -104,6 +104,10 @@ class TestRefusals:
             (JsonSchema(json_schema={"type": "integer", "minimum": 5, "maximum": 3}), "is not a grammar"),
             (JsonSchema(json_schema={"type": "string", "minLength": 5, "maxLength": 2}), "is not a grammar"),
             (JsonSchema(json_schema={"type": "colour"}), "is not a grammar"),
+            (JsonSchema(json_schema={"enum": {1, 2}}), "is no JSON"),
+            (JsonSchema(json_schema={"$ref": "#"}), "."),
+            (Regex(regex=r"[^\s\S]"), "."),
+            (Lark(lark="start: start"), "."),
             (JsonSchema(json_schema={"type": "object", "required": ["a"], "properties": {"a": False}}), "."),
         ],
     )  # fmt: skip
@@ -111,10 +115,18 @@ class TestRefusals:
         async with Scheduler(tiny_model(), rows=1) as scheduler:
             with pytest.raises(InvalidRequest, match=limit) as caught:
                 await scheduler.submit(asking(structured))
-            assert caught.value.field == "structured"
+            assert caught.value.field.startswith("structured")
             assert "\n" not in caught.value.limit
             result = await (await scheduler.submit(asking(None, max_tokens=2, ignore_eos=True))).result()
             assert result.stop_reason == "budget"
+
+    async def test_grammars_that_the_compiler_cannot_stand(self):
+        """The longest that is taken: a chain of rules, each of which the compiler enters from the one before."""
+        rules = 750
+        chain = "start:a0\n" + "\n".join(f"a{i}:a{i + 1}" for i in range(rules)) + f'\na{rules}:"y"'
+        assert 7_200 < len(chain) <= 8_192
+        result = await one(asking(Lark(lark=chain)))
+        assert (result.text, result.stop_reason) == ("y", "stop")
 
     @pytest.mark.parametrize(
         "body",
@@ -126,7 +138,8 @@ class TestRefusals:
             {"json_schema": "{}"},
             {"json_schema": {}, "regex": "a"},
             "json",
-            {"lark": "x" * 70_000},
+            {"lark": "x" * 9_000},
+            {"regx": "a"},
         ],
     )
     def test_degenerate_constraints(self, body: object):
