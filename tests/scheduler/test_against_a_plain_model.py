@@ -169,4 +169,4 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(deadline=None, max_examples=40, stateful_step_count=40)
+TestLife.settings = settings(deadline=None, max_examples=25, stateful_step_count=40)
