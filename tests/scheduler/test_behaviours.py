@@ -45,9 +45,10 @@ async def test_01_a_greedy_prompt_alone_and_with_fillers(smollm2_int8: LanguageM
         dice = random.Random(1)
         async with Scheduler(model, rows=8) as scheduler:
             for _ in range(runs):
-                fillers = [asking("x" * dice.randrange(1, 40), dice.randrange(1, 20)) for _ in range(7)]
+                fillers = [asking("x" * dice.randrange(1, 40), dice.randrange(8, 20)) for _ in range(7)]
                 first = [await scheduler.submit(filler) for filler in fillers[:4]]
-                await asyncio.sleep(dice.random() / 100)
+                staggered = scheduler.statistics().steps + dice.randrange(1, 6)
+                await until(lambda staggered=staggered: scheduler.statistics().steps >= staggered)
                 job = await scheduler.submit(asking(tokens=12, logprobs=0))
                 rest = [await scheduler.submit(filler) for filler in fillers[4:]]
                 result = await job.result()
