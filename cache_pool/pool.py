@@ -44,7 +44,6 @@ class CachePool:
     - `position` int64: tokens cached, counted from `origin`
     - `seed` uint64, `choice` and `index` int64: the random state
     - `reused` int64: tokens that the row's tenant found computed
-
     - `pinned` bool: a row that no tenant gets, so that others can have its prefix
 
     A free row keeps its ids and their keys and values until it is needed: a new tenant whose ids begin alike takes it
@@ -100,8 +99,7 @@ class CachePool:
         self._tenancy[row] += 1
         self._set_random(row, random)
         if source is not None and row != source:
-            self._leads[row] = _Lead(source, int(self._tenancy[source]), length)
-            self.waits(row)
+            self._follow(row, source, length)
         if self._reuse and not slid:
             self._index.extend(row, token_ids)
         return row
@@ -111,22 +109,27 @@ class CachePool:
         lead = self._leads.get(row)
         if lead is None:
             return False
-        same = self._tenancy[lead.row] == lead.tenancy and not self.origin[lead.row]
-        if same and self.alive[lead.row] and self.position[lead.row] < lead.length:
+        if self._goes_on(lead) and self.alive[lead.row] and self.position[lead.row] < lead.length:
             return True
         self._follow_no_more(row)
         source, length = self._prefix_of(self._ids[row], new=False)  # the leader has left, or another has more of it
         if source is None or length < self.position[row] + BLOCK:
             return False
+        return self._follow(row, source, length)
+
+    def _follow(self, row: int, source: int, length: int) -> bool:
+        """Have a row get its first ids from another; whether it waits for them."""
         self._leads[row] = _Lead(source, int(self._tenancy[source]), length)
         return self.waits(row)
+
+    def _goes_on(self, lead: _Lead) -> bool:
+        """Whether the leader's row is still its own, and has not slid."""
+        return bool(self._tenancy[lead.row] == lead.tenancy and not self.origin[lead.row])
 
     def _follow_no_more(self, row: int) -> None:
         """Copy what the row's leader has computed, unless it failed, slid or its row is somebody else's."""
         lead = self._leads.pop(row)
-        if self._tenancy[lead.row] != lead.tenancy or self.origin[lead.row]:
-            return
-        ready = min(lead.length, int(self.position[lead.row]))
+        ready = min(lead.length, int(self.position[lead.row])) if self._goes_on(lead) else 0
         if ready > self.position[row]:
             self._store_work.append(partial(self.kv.copy, lead.row, row, ready))
             self.position[row] = self.reused[row] = self._written[row] = ready

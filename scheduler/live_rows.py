@@ -7,7 +7,7 @@ from collections.abc import Sequence as Several
 from dataclasses import replace
 from itertools import takewhile
 
-from drumline.cache_pool.pool import CachePool
+from drumline.cache_pool.pool import CachePool, RowSnapshot
 from drumline.metrics.instruments import Instruments, Priority
 from drumline.model.errors import EngineFailed
 from drumline.model.stop_reason import StopReason
@@ -186,9 +186,7 @@ class LiveRows:
         self._pool.reset()
         self.pins.clear()
         for sequence, snapshot in reversed(saved):
-            sequence.saved = snapshot
-            sequence.resumes += 1
-            self._queue.put_back(sequence, self._clock())
+            self._put_back(sequence, snapshot)
 
     def preempt(self, job: GenerationJob) -> None:
         """Take the rows of a job at the next step; nothing where it has none."""
@@ -207,11 +205,15 @@ class LiveRows:
         """Rows whose job gives way: their state goes back to the head of the queue, the oldest foremost."""
         for row in reversed(rows):
             sequence = self.by_row.pop(row)
-            sequence.saved = self._pool.release(row)
-            sequence.resumes += 1
             sequence.job.preempt_requested = False
-            self._queue.put_back(sequence, self._clock())
+            self._put_back(sequence, self._pool.release(row))
             self._instruments.preempted()
+
+    def _put_back(self, sequence: Sequence, saved: RowSnapshot) -> None:
+        """It goes on later, from what was saved."""
+        sequence.saved = saved
+        sequence.resumes += 1
+        self._queue.put_back(sequence, self._clock())
 
     def _end(self, sequence: Sequence, reason: StopReason, error: str | None = None) -> None:
         sequence.finish(reason, error)
