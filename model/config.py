@@ -73,6 +73,13 @@ class ModelConfig:
         """Width of all key heads (or value heads) side by side."""
         return self.kv_heads * self.head_dim
 
+    @property
+    def attention_balance(self) -> float:
+        """The position at which a token's attention takes as many multiply-adds as its matrix products."""
+        projections = 2 * self.width * (self.query_width + self.kv_width)
+        feed_forward = (3 if self.gated else 2) * self.width * self.ffn_width
+        return (projections + feed_forward) / (2 * self.query_width)
+
 
 # The 0.04B configuration that the project's golden figures are stated for.
 GOLDEN = ModelConfig(

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import llguidance
@@ -17,6 +17,8 @@ from drumline.model.validated import Validated
 MAX_GRAMMAR_LENGTH = 65_536
 MAX_LARK_LENGTH = 8_192
 """The compiler follows rules by recursion: a few thousand of them overflow its stack, and the process dies."""
+MOST_KEPT = 16
+"""Compiled grammars that are kept for the next request with the same."""
 _LIMITS: dict[str, Any] = {"initial_lexer_fuel": 250_000, "max_lexer_states": 20_000, "max_grammar_size": 50_000}
 """A quarter of llguidance's own and less: what needs more takes seconds and hundreds of megabytes."""
 
@@ -82,14 +84,18 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._compiled = lru_cache(MOST_KEPT)(self._compile)  # devices ask for the same few forms again and again
 
     def compile(self, structured: Structured) -> "Grammar":
         """Raises `InvalidRequest` for a grammar that is not valid, or that nothing matches.
 
         Takes milliseconds, the first time and for a large grammar up to a second: not for the event loop.
         """
+        return self._compiled(_source(structured))
+
+    def _compile(self, source: str) -> "Grammar":
         limits = llguidance.LLParserLimits(**_LIMITS)
-        matcher = llguidance.LLMatcher(self._tokens, _source(structured), log_level=0, limits=limits)
+        matcher = llguidance.LLMatcher(self._tokens, source, log_level=0, limits=limits)
         if matcher.is_error():
             raise InvalidRequest("structured", f"is not a grammar: {_in_a_line(matcher.get_error())}")
         if matcher.is_stopped():

@@ -1,13 +1,18 @@
 """From a request to what a row needs: token ids, stop rules, seed. Whatever cannot be served is refused here."""
 
+import asyncio
 import secrets
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 from drumline.model.errors import InvalidRequest
 from drumline.model.grammar import Grammar, Grammars
 from drumline.model.language_model import LanguageModel
 from drumline.scheduler.request import Request
 from drumline.scheduler.stop import StopRules
+
+LONG_TEXT = 20_000
+"""Characters beyond which tokenising would hold the event loop up for tens of milliseconds, as a grammar does."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,7 @@ class Admission:
     def __init__(self, model: LanguageModel, rows: int) -> None:
         self._model, self._rows = model, rows
         self._grammars = Grammars(model.tokenizer, model.config.vocab_size)
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def admit(self, request: Request) -> Admitted:
         """Tokenise and check; raises `InvalidRequest` that names the field and the limit."""
@@ -56,6 +62,15 @@ class Admission:
         seed = request.sampling.seed
         grammar = None if request.structured is None else self._grammars.compile(request.structured)
         return Admitted(request, prompt_ids, rules, secrets.randbits(64) if seed is None else seed, grammar)
+
+    async def admit_without_blocking(self, request: Request) -> Admitted:
+        """`admit`, in a thread for what takes long; a tenant's grammars are compiled one after the other, so that they
+        leave threads to those of others. Lets others run in any case."""
+        if not isinstance(request, Request) or (request.structured is None and request.text_length <= LONG_TEXT):
+            await asyncio.sleep(0)  # thousands may be submitted in a row
+            return self.admit(request)
+        async with self._turns.setdefault(request.tenant, asyncio.Lock()):
+            return await asyncio.to_thread(self.admit, request)
 
     def _slides(self, request: Request) -> bool:
         return self._model.slides if request.overflow is None else request.overflow == "slide"

@@ -62,6 +62,10 @@ class GenerationJob:
         """When the job expires, on the scheduler's clock."""
         return None if self.request.deadline_s is None else self.submitted_at + self.request.deadline_s
 
+    def expired(self, now: float) -> bool:
+        """Whether its deadline has passed."""
+        return self.deadline_at is not None and now >= self.deadline_at
+
     def cancel(self) -> None:
         """Stop at the next step boundary, queued or running; the result says `cancelled`. Harmless after the end."""
         self.cancel_requested = True
@@ -103,8 +107,10 @@ class GenerationJob:
         return result
 
     def _prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
+        if self.request.prompt_logprobs is None:
+            return None
         told = self.sequences[0].prompt_logprobs
-        return None if self.request.prompt_logprobs is None else (None, *told)
+        return (None, *told, *[None] * (self.sequences[0].prompt_length - 1 - len(told)))
 
     def _claim_reader(self) -> ChunkStream:
         if self._has_reader:

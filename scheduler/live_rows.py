@@ -6,18 +6,23 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Several
 from dataclasses import replace
 from itertools import takewhile
+from typing import TYPE_CHECKING
 
 from drumline.cache_pool.pool import CachePool, RowSnapshot
-from drumline.metrics.instruments import Instruments, Priority
+from drumline.metrics.instruments import Instruments
+from drumline.model.config import ModelConfig
 from drumline.model.errors import EngineFailed
 from drumline.model.stop_reason import StopReason
 from drumline.scheduler.job import GenerationJob
-from drumline.scheduler.plan import Backlog, Portion
+from drumline.scheduler.plan import Backlog, Portion, token_cost
 from drumline.scheduler.policy import PRIORITIES
 from drumline.scheduler.queue import RequestQueue
 from drumline.scheduler.sequence import Sequence
 from drumline.scheduler.speculation import most_drafts
 from drumline.scheduler.step import RowOutcome
+
+if TYPE_CHECKING:
+    from drumline.scheduler.pins import Pin
 
 MIN_TOKENS_IN_ROW = 16
 """Tokens that a row generates before a higher class may take it: it comes on each time, however long its prompt is."""
@@ -30,18 +35,19 @@ class LiveRows:
 
     def __init__(
         self,
+        config: ModelConfig,
         pool: CachePool,
         queue: RequestQueue[Sequence],
         instruments: Instruments,
         clock: Callable[[], float],
         ended: Callable[[Sequence], None],
     ) -> None:
-        self._pool, self._queue, self._instruments = pool, queue, instruments
+        self._config, self._pool, self._queue, self._instruments = config, pool, queue, instruments
         self._clock, self._ended = clock, ended
         self.by_row: dict[int, Sequence] = {}
         self.cancel_asked: list[GenerationJob] = []
         """Jobs that were cancelled since the last sweep."""
-        self.pins: set[object] = set()
+        self.pins: set[Pin] = set()
         """Of rows that are pinned, or about to be."""
 
     def enqueue(self, sequences: list[Sequence]) -> None:
@@ -51,14 +57,18 @@ class LiveRows:
     def backlogs(self) -> list[Backlog]:
         """What each live row still has to compute, in the order the rows were taken, or slid; without those whose
         prefix is being computed in another row."""
-        return [Backlog(row, self._pool.pending(row)) for row in self.by_row if not self._pool.waits(row)]
+        return [
+            Backlog(row, self._pool.pending(row), token_cost(self._config, int(self._pool.position[row])))
+            for row in self.by_row
+            if not self._pool.waits(row)
+        ]
 
     def seat(self) -> None:
         """Give rows to those who are next: free ones, and those of a lower class that have run long enough."""
         now = self._clock()
         while (waiting := self._queue.foremost(now)) is not None:
             if not self._pool.free:
-                victim = self._victim(waiting.priority)
+                victim = self._victim(waiting)
                 if victim is None:
                     return
                 self._preempt([victim])
@@ -72,13 +82,12 @@ class LiveRows:
                 waiting.charged = True
                 self._queue.served(waiting, waiting.prompt_length, 0)
 
-    def _victim(self, priority: Priority) -> int | None:
-        """The row to take for a request of this class: of the lowest class below it, the one that came last."""
+    def _victim(self, waiting: Sequence) -> int | None:
+        """The row to take for what is next: of the lowest class that it outranks, the one that came last."""
         below = [
             (PRIORITIES.index(sequence.priority), -place, row)
             for place, (row, sequence) in enumerate(self.by_row.items())
-            if PRIORITIES.index(sequence.priority) < PRIORITIES.index(priority)
-            and sequence.tokens_in_row >= MIN_TOKENS_IN_ROW
+            if sequence.tokens_in_row >= MIN_TOKENS_IN_ROW and self._queue.outranks(waiting, sequence)
         ]
         return min(below)[2] if below else None
 

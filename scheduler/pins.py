@@ -23,28 +23,35 @@ class Pin:
 
     def __init__(self, rows: LiveRows, pool: CachePool) -> None:
         self._rows, self._pool = rows, pool
-        self._row: int | None = None
+        self.row: int | None = None
+        """Where the prompt stays, once it is computed. Pins of one prompt share a row."""
         rows.pins.add(self)
 
     def hold(self, row: int, length: int) -> None:
         """The prompt was computed in this row."""
-        if self in self._rows.pins:
+        if self not in self._rows.pins:
+            return
+        ids = self._pool.ids(row)[:length]
+        held = (pin.row for pin in self._rows.pins if pin.row is not None)
+        self.row = next((other for other in held if self._pool.ids(other) == ids), None)
+        if self.row is None:
             self._pool.pin(row, length)
-            self._row = row
+            self.row = row
 
     def release(self) -> None:
         """Give the row back. Twice is harmless."""
         if self in self._rows.pins:
             self._rows.pins.remove(self)
-            if self._row is not None:
-                self._pool.unpin(self._row)
+            if self.row is not None and all(pin.row != self.row for pin in self._rows.pins):
+                self._pool.unpin(self.row)
 
 
 async def pin_prompt(scheduler: "Scheduler", rows: LiveRows, pool: CachePool, request: Request) -> Pin:
     """`Scheduler.pin`."""
     if not scheduler.config.reuse:
         raise InvalidRequest("reuse", "is off: a pinned prompt would be of no use")
-    if len(rows.pins) + 2 > pool.rows:
+    pinned = {pin if pin.row is None else pin.row for pin in rows.pins}
+    if len(pinned) + 2 > pool.rows:
         raise InvalidRequest("rows", f"{pool.rows} leave none beside those that are pinned")
     if isinstance(request, Request):
         request = request.model_copy(update=_ONLY_PROMPT)

@@ -58,6 +58,9 @@ class Policy(Protocol):
     def served(self, entry: Entry, prompt_tokens: int, generated_tokens: int) -> None:
         """What was computed for an entry that has a row."""
 
+    def outranks(self, entry: Entry, running: Entry) -> bool:
+        """Whether an entry that is next may take the row of one that runs."""
+
 
 class FirstCome:
     """The order of arrival."""
@@ -90,6 +93,10 @@ class FirstCome:
 
     def served(self, entry: Entry, prompt_tokens: int, generated_tokens: int) -> None:
         """Nothing: arrival is all that counts."""
+
+    def outranks(self, entry: Entry, running: Entry) -> bool:
+        """Never."""
+        return False
 
 
 class Shares:
@@ -194,6 +201,10 @@ class FairShare:
         """Count it against the entry's tenant."""
         self._shares.charge(entry.tenant, prompt_tokens + GENERATED_COST * generated_tokens)
 
+    def outranks(self, entry: Entry, running: Entry) -> bool:
+        """Never: who was served too much gets no new row, and keeps those it has."""
+        return False
+
     def _line(self, entry: Entry) -> FirstCome:
         self._shares.come(entry.tenant)
         self._waiting += 1
@@ -263,10 +274,14 @@ class PriorityClasses:
 
     def served(self, entry: Entry, prompt_tokens: int, generated_tokens: int) -> None:
         """Told to the entry's own class."""
-        self._classes[PRIORITIES.index(entry.priority)].served(entry, prompt_tokens, generated_tokens)
+        self._classes[_level(entry)].served(entry, prompt_tokens, generated_tokens)
+
+    def outranks(self, entry: Entry, running: Entry) -> bool:
+        """A higher class does."""
+        return _level(entry) > _level(running)
 
     def _enter(self, entry: Entry, now: float) -> Policy:
-        arrival, level = next(self._numbers), PRIORITIES.index(entry.priority)
+        arrival, level = next(self._numbers), _level(entry)
         line = self._classes[level]
         self._line_of[id(entry)] = (entry, line, arrival)
         due = now + self._ageing_s * (len(PRIORITIES) - level)
@@ -289,6 +304,10 @@ class PriorityClasses:
         """Whether the entry that this was noted of still waits since then."""
         waiting = self._line_of.get(due[2])
         return waiting is not None and waiting[2] == due[1]
+
+
+def _level(entry: Entry) -> int:
+    return PRIORITIES.index(entry.priority)
 
 
 def default_policy(weights: Mapping[str, float] | None = None, ageing_s: float = AGEING_S) -> PriorityClasses:

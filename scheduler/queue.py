@@ -113,6 +113,10 @@ class RequestQueue(Generic[T]):
         """Tell the policy what was computed for an entry that has a row."""
         self._policy.served(entry, prompt_tokens, generated_tokens)
 
+    def outranks(self, entry: T, running: T) -> bool:
+        """Whether the next entry may take the row of one that runs."""
+        return self._policy.outranks(entry, running)
+
     def take_expired(self, now: float) -> list[T]:
         """Remove and return the entries whose deadline has passed."""
         expired = []

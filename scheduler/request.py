@@ -191,7 +191,8 @@ class Result:
     timings: Timings
     seed: int
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-    """One a prompt id, where they were asked for; nothing is known of the first."""
+    """One a prompt id, where they were asked for; nothing is known of the first, nor of what was not computed when the
+    job ended."""
 
     @property
     def text(self) -> str:

@@ -20,6 +20,7 @@ from drumline.model.backends import make_backend
 from drumline.model.backends.fingerprint import fingerprint
 from drumline.model.errors import DrumlineError, EngineFailed, InvalidRequest, QueueFull, SchedulerClosed
 from drumline.model.language_model import LanguageModel
+from drumline.model.stop_reason import StopReason
 from drumline.scheduler.admission import Admission, Admitted
 from drumline.scheduler.config import DRAFT_TOKENS, VERSION, SchedulerConfig
 from drumline.scheduler.engine import Statistics
@@ -33,9 +34,7 @@ from drumline.scheduler.reporting import Reporting
 from drumline.scheduler.request import Request
 from drumline.scheduler.sequence import Sequence
 from drumline.scheduler.step import StepRunner
-
-LONG_TEXT = 20_000
-"""Characters beyond which tokenising would hold the event loop up for tens of milliseconds, as a grammar does."""
+from drumline.scheduler.submit_line import SubmitLine
 
 _log = logging.getLogger("drumline")
 
@@ -112,10 +111,10 @@ class Scheduler:
         self.instruments.identify(
             version=VERSION, model=model.name, precision=model.precision, backend=self.backend.name
         )
-        self._rows = LiveRows(self._pool, self._queue, self.instruments, clock, self._sequence_ended)
+        self._rows = LiveRows(model.config, self._pool, self._queue, self.instruments, clock, self._sequence_ended)
         self._jobs: dict[str, GenerationJob] = {}
-        self._wake, self._room, self._quiet = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._turnstile = asyncio.Lock()  # waiting submits, first come first served: only the foremost looks for room
+        self._line = SubmitLine(self._enqueue, clock)
+        self._wake, self._quiet = asyncio.Event(), asyncio.Event()
         self._quiet.set()
         self._closed = self._draining = False
         self._failure: str | None = None
@@ -159,25 +158,14 @@ class Scheduler:
     async def submit(self, request: Request, *, wait: bool = True) -> GenerationJob:
         """Accept a request, waiting while the queue is full; with `wait=False` that raises `QueueFull`.
 
-        Raises `InvalidRequest`, `SchedulerClosed`, `EngineFailed`. Long texts are tokenised, and
-        grammars compiled, in a thread.
+        Raises `InvalidRequest`, `SchedulerClosed`, `EngineFailed`. Whatever takes long to read is read in a thread. A
+        deadline that passes while there is no room ends the job like any other.
         """
         with self._refusals_counted():
             self._check_open()
-            if isinstance(request, Request) and (request.text_length > LONG_TEXT or request.structured is not None):
-                admitted = await asyncio.to_thread(self._admission.admit, request)
-            else:
-                admitted = self._admission.admit(request)
+            admitted = await self._admission.admit_without_blocking(request)
         job = self._make_job(admitted)
-        if not wait:
-            return self._enqueue_at_once(job)
-        async with self._turnstile:
-            while True:
-                try:
-                    return self._enqueue(job)
-                except QueueFull:
-                    self._room.clear()
-                    await self._room.wait()
+        return await self._line.enter(job) if wait else self._enqueue_at_once(job)
 
     def submit_nowait(self, request: Request) -> GenerationJob:
         """Accept a request at once; raises `QueueFull` besides what `submit` raises.
@@ -209,7 +197,7 @@ class Scheduler:
     async def drain(self, timeout: float | None = None) -> None:
         """Take no more requests and finish all that were accepted; at `timeout` (seconds) the rest ends `cancelled`."""
         self._draining = True
-        self._room.set()
+        self._line.advance()
         try:
             await asyncio.wait_for(self._quiet.wait(), timeout)
         except TimeoutError:
@@ -276,7 +264,8 @@ class Scheduler:
             raise
 
     def _enqueue(self, job: GenerationJob) -> GenerationJob:
-        """Put a job in the queue; raises `QueueFull` when it does not fit (the caller decides what that means)."""
+        """Put a job in the queue, or end it where it needs no row; raises `QueueFull` when it does not fit (the caller
+        decides what that means)."""
         with self._refusals_counted():
             self._check_open()
             if job.id in self._jobs:
@@ -284,12 +273,15 @@ class Scheduler:
             if self.config.refuse_late:
                 ahead = 0 if self._pool.free else self._queue.tokens_before(job.request.priority)
                 self._reporting.check_deadline(job, ahead)
-        if job.request.max_tokens > 0:
+        ended: StopReason | None = "deadline" if job.expired(self._clock()) else None
+        if job.request.max_tokens == 0:  # legal, and done: no row is needed to generate nothing
+            ended = "budget"
+        if ended is None:
             self._rows.enqueue(job.sequences)
         self._jobs[job.id] = job
         self._quiet.clear()
-        if job.request.max_tokens == 0:  # legal, and done: no row is needed to generate nothing
-            self._rows.end_unseated(job.sequences, "budget")
+        if ended is not None:
+            self._rows.end_unseated(job.sequences, ended)
         self._wake.set()
         self._publish_levels()
         return job
@@ -349,7 +341,7 @@ class Scheduler:
         self._rows.seat()
         plan = plan_step(self._rows.backlogs(), self.config.step_tokens)
         plan = self._rows.with_drafts(plan, self._draft_tokens)
-        self._room.set()
+        self._line.advance()
         self._publish_levels()
         if not plan:
             return False
@@ -385,7 +377,7 @@ class Scheduler:
         self._failure = reason
         unfinished = [s for job in self._jobs.values() for s in job.sequences if s.stop_reason is None]
         self._rows.fail_all(unfinished, reason)
-        self._room.set()
+        self._line.advance()
         self._publish_levels()
 
 

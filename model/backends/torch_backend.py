@@ -1,5 +1,6 @@
 """The portable backend: linear layers on packed tokens, attention on padded rows with an explicit mask."""
 
+import math
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -85,7 +86,8 @@ class TorchBackend:
             mixed = torch.empty_like(query)
             for group, mask in zip(groups, masks, strict=True):
                 keys, values = kv.read(index, group.rows, mask.shape[-1])
-                mixed[group.tokens] = self._attend(query[group.tokens], keys, values, group, mask)
+                attend = self._attend if _sound(group, key, value) else self._attend_around
+                mixed[group.tokens] = attend(query[group.tokens], keys, values, group, mask)
             hidden = hidden + linear(mixed.flatten(-2), layer.output, layer.output_bias)
             normed = normalise(config, hidden, layer.mlp_norm, layer.mlp_norm_bias)
             hidden = hidden + feed_forward(config, layer, normed)
@@ -154,3 +156,22 @@ class TorchBackend:
         )
         unfolded = mixed.view(rows, kv_heads, -1, queries, width).permute(0, 3, 1, 2, 4)
         return unfolded.reshape(rows * queries, heads, width)[group.slots]
+
+    def _attend_around(self, query: Tensor, key: Tensor, value: Tensor, group: PaddedRows, mask: Tensor) -> Tensor:
+        """The same where some keys or values are not finite: they reach the tokens that see them, and none before.
+
+        In the products they would: zero times NaN is NaN. And what stands before them may be another row's prefix.
+        """
+        broken = ~(key.isfinite() & value.isfinite()).all(-1).all(1)
+        hidden = broken[:, None, :, None]
+        mixed = self._attend(query, key.masked_fill(hidden, 0), value.masked_fill(hidden, 0), group, mask)
+        mixed[(group.visible & broken[:, None]).any(-1).flatten()[group.slots]] = math.nan
+        return mixed
+
+
+def _sound(group: PaddedRows, key: Tensor, value: Tensor) -> bool:
+    """Whether no token of a group can see a key or value of this step, `[tokens, kv_heads, head_dim]`, that is not
+    finite, and stand before it; nothing stands behind the token of a decoding row."""
+    if group.visible.shape[1] == 1:
+        return True
+    return bool(key[group.tokens].isfinite().all() and value[group.tokens].isfinite().all())

@@ -67,7 +67,7 @@ def make_scheduler(model: LanguageModel, requests: Sequence[Request], settings: 
 
 async def run_all(scheduler: Scheduler, requests: Sequence[Request], on_done: Callable[[], None]) -> list[Result]:
     """Queue all requests at once and wait for all results, in the order of `requests`."""
-    jobs = [await scheduler.submit(request) for request in requests]
+    jobs = [scheduler.submit_nowait(request) for request in requests]
 
     async def finished(index: int) -> Result:
         result = await jobs[index].result()

@@ -7,7 +7,7 @@ import pytest
 
 from drumline import InvalidRequest, Request, SamplingParams, Scheduler
 from drumline.scheduler.live_rows import MIN_TOKENS_IN_ROW
-from drumline.scheduler.policy import FirstCome
+from drumline.scheduler.policy import FairShare, FirstCome
 from tests.compositions import answer
 from tests.drive import generate, metric, until
 from tests.tiny import tiny_model
@@ -75,6 +75,30 @@ class TestTakingRows:
         assert urgent.timings.queued_s < urgent.timings.total_s
         assert answer(result) == answer(expected)
         assert result.usage.resumes == 1
+
+    @pytest.mark.parametrize("policy", [FirstCome, FairShare])
+    async def test_a_policy_without_classes_takes_none(self, policy: type):
+        async with Scheduler(tiny_model(window=128), rows=1, draft_tokens=0, policy=policy()) as scheduler:
+            low = await scheduler.submit(asking(60, priority="low"))
+            await until(lambda: low.generated > MIN_TOKENS_IN_ROW)
+            await (await scheduler.submit(asking(3, priority="high"))).result()
+            assert (await low.result()).usage.resumes == 0
+
+    async def test_some_of_several_choices_are_taken(self):
+        """One row of a request for three; its answer is the same, and so is each choice's."""
+        model = tiny_model(window=128, precision="int8")
+        three = asking(60, priority="low", n=3, sampling=SamplingParams(temperature=1.0, seed=5))
+        (expected,) = await generate(model, three, rows=3)
+        async with Scheduler(model, rows=3, draft_tokens=0) as scheduler:
+            low = await scheduler.submit(three)
+            for step in (1, 2):
+                await until(lambda step=step: low.generated > step * 3 * (MIN_TOKENS_IN_ROW + 1))
+                await (await scheduler.submit(asking(3, priority="high"))).result()
+                scheduler.check_integrity()
+            result = await low.result()
+            assert metric(scheduler, "preemptions_total") == 2
+        assert answer(result) == answer(expected)
+        assert result.usage.resumes == 2
 
     async def test_not_before_it_has_run_a_while(self):
         async with Scheduler(tiny_model(window=128), rows=1) as scheduler:

@@ -139,6 +139,22 @@ async def test_numbers_beyond_their_range_end_their_row_alone():
     assert_undisturbed(results, expected)
 
 
+async def test_poison_behind_a_shared_prefix_stays_where_it_is():
+    """Rows that take over, copy or wait for what a poisoned row computed before its poison."""
+    model = broken_model(window=128)
+    shared = [3 + place * 7 % 70 for place in range(40)]
+    sound = [good(seed) for seed in range(4)]
+    sound = [request.model_copy(update={"prompt_ids": (*shared, *request.prompt_ids)}) for request in sound]
+    poisoned = [Request(prompt_ids=(*shared, *tail), max_tokens=10) for tail in ([BAD], [5, BAD, 6], [5, 6, BAD])]
+    expected = [result.token_ids for result in await generate(model, *sound, rows=1, reuse=False)]
+    for rows, order in ((1, (0, 4, 1, 5, 2, 6, 3)), (3, (4, 0, 5, 1, 6, 2, 3)), (8, (4, 5, 6, 0, 1, 2, 3))):
+        asked = [(*sound, *poisoned)[place] for place in order]
+        results = await generate(model, *asked, rows=rows, step_tokens=16)
+        assert [result.stop_reason for result in results] == ["budget" if place < 4 else "error" for place in order]
+        assert [result.token_ids for place, result in sorted(zip(order, results, strict=True)) if place < 4] == expected
+        assert sum(result.usage.reused_tokens for result in results) >= 39
+
+
 async def test_neighbours_of_every_kind_leave_a_row_as_it_is():
     model = tiny_model(window=64)
     expected = await quiet(model)

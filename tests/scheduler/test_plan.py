@@ -1,7 +1,9 @@
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drumline.scheduler.plan import Backlog, Portion, plan_step
+from drumline.model.config import GOLDEN
+from drumline.scheduler.plan import Backlog, Portion, plan_step, token_cost
 
 backlogs = st.lists(st.integers(1, 70), max_size=30).flatmap(
     lambda pending: st.permutations(range(len(pending))).map(
@@ -24,6 +26,21 @@ def test_prompts_get_sixteen_tokens_however_many_rows_decode():
     plan = plan_step([*decoding, Backlog(40, 100)], 32)
     assert plan[:40] == [Portion(row, 1) for row in range(40)]
     assert plan[40:] == [Portion(40, 16)]
+
+
+def test_the_further_a_prompt_has_come_the_shorter_its_portions():
+    """Twice the cost, half the tokens: what waits for the step waits as long."""
+    assert plan_step([Backlog(0, 900, 2.0)], 256) == [Portion(0, 128)]
+    assert plan_step([Backlog(0, 100, 2.0), Backlog(1, 900)], 256) == [Portion(0, 100), Portion(1, 56)]
+    assert plan_step([Backlog(0, 900, 1000.0)], 256) == [Portion(0, 1)]  # it comes on, however far it is
+
+
+def test_cost_grows_with_the_position():
+    """At the position where attention has as many multiply-adds as the products it costs 1.6 times as much."""
+    balance = GOLDEN.attention_balance
+    assert balance == (2 * 512 * (512 + 128) + 3 * 512 * 1_408) / (2 * 512)
+    assert token_cost(GOLDEN, 0) == 1
+    assert token_cost(GOLDEN, int(balance)) == pytest.approx(2.6, abs=0.01)
 
 
 @settings(deadline=None, max_examples=200)

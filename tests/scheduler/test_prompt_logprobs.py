@@ -7,7 +7,7 @@ from drumline import InvalidRequest, Request, Result, Scheduler
 from drumline.model.language_model import LanguageModel
 from drumline.model.reference import uncached_logits
 from tests.compositions import answer
-from tests.drive import generate
+from tests.drive import generate, until
 from tests.tiny import FAMILIES, tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -51,6 +51,19 @@ async def test_bits_do_not_depend_on_chunks_neighbours_or_reuse(smollm2_int8: La
             assert told(result) == told(alone)
             assert result.choices[0].token_ids == alone.token_ids
         assert answer(results[0]) == answer(alone)
+
+
+async def test_a_prompt_that_is_cancelled_on_its_way_tells_what_it_has():
+    (whole,) = await generate(tiny_model(window=64), asking(), step_tokens=16)
+    async with Scheduler(tiny_model(window=64), rows=1, step_tokens=16) as scheduler:
+        job = await scheduler.submit(asking())
+        await until(lambda: scheduler.statistics().prompt_tokens > 0)
+        job.cancel()
+        result = await job.result()
+    assert result.stop_reason == "cancelled"
+    known = [entry for entry in result.prompt_logprobs if entry is not None]
+    assert 15 <= len(known) < len(PROMPT) - 1
+    assert result.prompt_logprobs == (None, *whole.prompt_logprobs[1 : len(known) + 1], *[None] * (39 - len(known)))
 
 
 async def test_what_is_not_asked_is_not_told():

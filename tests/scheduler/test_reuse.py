@@ -139,6 +139,35 @@ class TestPins:
             await asyncio.gather(*(job.result() for job in results))
             scheduler.check_integrity()
 
+    async def test_pins_of_one_prompt_share_a_row(self):
+        async with Scheduler(tiny(), rows=3) as scheduler:
+            pins = [await scheduler.pin(Request(prompt_ids=SYSTEM)) for _ in range(2)]
+            pins += await asyncio.gather(*(scheduler.pin(Request(prompt_ids=SYSTEM)) for _ in range(2)))
+            other = await scheduler.pin(Request(prompt_ids=(9,) * 20))
+            assert len({pin.row for pin in pins}) == 1
+            for pin in pins:
+                scheduler.check_integrity()
+                assert (await (await scheduler.submit(asking(5))).result()).usage.reused_tokens == 60
+                pin.release()
+            other.release()
+            results = [await scheduler.submit(asking(number)) for number in (6, 7, 8)]
+            await asyncio.gather(*(job.result() for job in results))
+            assert scheduler.statistics().live == 0
+            scheduler.check_integrity()
+
+    async def test_one_whose_row_is_taken_while_it_is_computed(self):
+        """It goes on like any other, and is pinned in the row in which it ends."""
+        async with Scheduler(tiny(), rows=2, step_tokens=16) as scheduler:
+            pinning = asyncio.create_task(scheduler.pin(Request(prompt_ids=SYSTEM, id="pinned")))
+            await until(lambda: scheduler.statistics().prompt_tokens > 0)
+            scheduler.preempt(scheduler._jobs["pinned"])
+            pin = await pinning
+            assert metric(scheduler, "preemptions_total") == 1
+            results = [await (await scheduler.submit(asking(number))).result() for number in (5, 6)]
+            assert [result.usage.reused_tokens for result in results] == [60, 60]
+            pin.release()
+            scheduler.check_integrity()
+
     async def test_one_row_must_remain(self):
         async with Scheduler(tiny(), rows=2) as scheduler:
             pin = await scheduler.pin(Request(prompt_ids=SYSTEM))

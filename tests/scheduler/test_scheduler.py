@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from drumline import InvalidRequest, QueueFull, Result, Scheduler, SchedulerClosed
 from drumline.scheduler.engine import Engine
-from tests.drive import asking, generate, held, metric, sampled
+from tests.drive import asking, generate, held, metric, sampled, until
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -55,6 +55,81 @@ class TestBounds:
             results = [await job.result() for job in jobs]
         assert {result.id for result in results} == {f"job-{i}" for i in range(20)}
         assert len({result.token_ids for result in results}) == 1
+
+    async def test_a_deadline_that_passes_while_there_is_no_room(self):
+        """It ends at the next step, in whatever place it waits; the others wait on."""
+        now = [0.0]
+        async with Scheduler(tiny_model(), rows=1, queue_requests=1, clock=lambda: now[0]) as scheduler:
+            gate, _ = await held(scheduler)
+            await scheduler.submit(asking())
+            patient = asyncio.ensure_future(scheduler.submit(asking()))
+            hurried = asyncio.ensure_future(scheduler.submit(asking(deadline_s=5.0)))
+            for _ in range(3):
+                await asyncio.sleep(0)
+            now[0] = 6.0
+            gate.step()
+            result = await (await hurried).result()
+            assert (result.status, result.token_ids) == ("expired", ())
+            assert not patient.done()
+            gate.open()
+            assert (await (await patient).result()).status == "completed"
+
+    async def test_giving_up_while_there_is_no_room(self):
+        async with Scheduler(tiny_model(), rows=1, queue_requests=1) as scheduler:
+            gate, _ = await held(scheduler)
+            await scheduler.submit(asking())
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(scheduler.submit(asking(id="gone")), 0.01)
+            patient = asyncio.ensure_future(scheduler.submit(asking(id="gone")))
+            gate.open()
+            assert (await (await patient).result()).status == "completed"
+            assert metric(scheduler, "requests_total", outcome="cancelled") == 0
+
+    async def test_giving_up_in_the_moment_of_acceptance(self):
+        async with Scheduler(tiny_model(), rows=1, queue_requests=1) as scheduler:
+            gate, _ = await held(scheduler)
+            await scheduler.submit(asking())
+            late = asyncio.ensure_future(scheduler.submit(asking(tokens=64)))
+            for _ in range(3):
+                await asyncio.sleep(0)
+            gate.open()
+            await until(lambda: scheduler._line._line[0][1].done() if scheduler._line._line else True)
+            late.cancel()
+            await asyncio.gather(late, return_exceptions=True)
+            await scheduler.drain(timeout=5)
+            assert scheduler.statistics().queued == 0
+
+    async def test_nobody_overtakes_those_who_wait(self):
+        async with Scheduler(tiny_model(), rows=1, queue_requests=1) as scheduler:
+            gate, _ = await held(scheduler)
+            await scheduler.submit(asking())
+            order: list[int] = []
+
+            async def follow(number: int) -> None:
+                await (await scheduler.submit(asking())).result()
+                order.append(number)
+
+            waiting = [asyncio.create_task(follow(number)) for number in range(6)]
+            await asyncio.sleep(0)
+            gate.open()
+            await asyncio.gather(*waiting)
+            assert order == list(range(6))
+
+    async def test_submitting_many_lets_others_run(self):
+        turns = 0
+
+        async def other() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        async with Scheduler(tiny_model(), rows=1) as scheduler:
+            task = asyncio.create_task(other())
+            for _ in range(50):
+                (await scheduler.submit(asking(tokens=1))).cancel()
+            task.cancel()
+        assert turns >= 50
 
     async def test_drain_wakes_waiting_submitters(self):
         async with Scheduler(tiny_model(), rows=1, queue_requests=1) as scheduler:

@@ -316,7 +316,7 @@ async def test_no_row_drafts_beside_a_prompt(tiny: LanguageModel):
                 second = await scheduler.submit(looping(prompt_ids=(9,) * 100, max_tokens=1))
         results = await asyncio.gather(first.result(), second.result())
     chunks = len(results[1].choices[0].steps)
-    assert chunks == 7
+    assert chunks >= 7
     steps = results[0].choices[0].steps
     assert sum(step.input_length == 1 for step in steps) >= chunks - 1
 

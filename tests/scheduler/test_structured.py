@@ -1,14 +1,18 @@
 """Structured output: answers that parse and validate, grammars that end them, and grammars that are refused."""
 
+import asyncio
 import json
 import re
+import threading
+from collections import Counter
 
 import jsonschema
 import pytest
 
 from drumline import InvalidRequest, Request, SamplingParams, Scheduler
-from drumline.model.grammar import JsonSchema, Lark, Regex
+from drumline.model.grammar import Grammars, JsonSchema, Lark, Regex
 from drumline.model.language_model import LanguageModel
+from drumline.scheduler.admission import Admission
 from tests.compositions import answer
 from tests.drive import generate
 from tests.structured import PROMPTS, SCHEMAS, asking_for
@@ -91,6 +95,46 @@ class TestAnswers:
         for result in await generate(smollm2_int8, *requests, rows=4):
             assert result.stop_reason in ("stop", "eos")
             jsonschema.validate(json.loads(result.text), SCHEMAS[name])
+
+
+class TestCompiling:
+    async def test_a_form_that_is_asked_for_again_is_compiled_once(self, monkeypatch: pytest.MonkeyPatch):
+        compiled = []
+        compile_ = Grammars._compile
+        monkeypatch.setattr(
+            Grammars, "_compile", lambda self, source: compiled.append(source) or compile_(self, source)
+        )
+        async with Scheduler(tiny_model(window=256), rows=4) as scheduler:
+            jobs = [await scheduler.submit(asking(Regex(regex="[ab]{3}"))) for _ in range(4)]
+            texts = [(await job.result()).text for job in jobs]
+        assert len(compiled) == 1
+        assert len(set(texts)) == 1  # none of them moved the others' state
+
+    async def test_one_tenant_compiles_one_at_a_time(self, monkeypatch: pytest.MonkeyPatch):
+        running: Counter[str] = Counter()
+        most: Counter[str] = Counter()
+        finished: list[str] = []
+        hold = threading.Event()
+        admit = Admission.admit
+
+        def slow(self: Admission, request: Request) -> object:
+            running[request.tenant] += 1
+            most[request.tenant] = max(most[request.tenant], running[request.tenant])
+            if request.tenant == "many":
+                hold.wait(20)
+            running[request.tenant] -= 1
+            finished.append(request.tenant)
+            return admit(self, request)
+
+        monkeypatch.setattr(Admission, "admit", slow)
+        async with Scheduler(tiny_model(window=256), rows=1) as scheduler:
+            many = [asyncio.ensure_future(scheduler.submit(asking(Regex(regex="a"), tenant="many"))) for _ in range(40)]
+            await asyncio.sleep(0)
+            await scheduler.submit(asking(Regex(regex="a"), tenant="few"))
+            assert finished == ["few"]
+            hold.set()
+            await asyncio.gather(*many)
+        assert most == {"many": 1, "few": 1}
 
 
 class TestRefusals:
