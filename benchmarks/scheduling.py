@@ -67,13 +67,20 @@ async def fair_share(model: "LanguageModel") -> Report:
             return [await scheduler.submit(request) for _ in range(count)]
 
         many, few = await put("many", 1_000), await put("few", 10)
-        before = sum(job.generated for job in many)
-        await asyncio.gather(*(job.result() for job in few))
-        tokens = {"many": sum(job.generated for job in many) - before, "few": sum(job.generated for job in few)}
+        ends = await asyncio.gather(*(job.result() for job in few))
         for job in many:
             job.cancel()
         await asyncio.gather(*(job.result() for job in many))
-    return tokens | {"ratio": tokens["many"] / tokens["few"]}
+        begin = few[0].submitted_at
+        end = max(job.submitted_at + result.timings.queued_s for job, result in zip(few, ends, strict=True))
+        tokens = {"many": await _tokens_between(begin, end, many), "few": await _tokens_between(begin, end, few)}
+    return tokens | {"seconds": end - begin, "ratio": tokens["many"] / tokens["few"]}
+
+
+async def _tokens_between(begin: float, end: float, jobs: "Sequence[Any]") -> int:
+    """Tokens that ended jobs were given in this time, on the scheduler's clock."""
+    times = [job.submitted_at + seconds for job in jobs for seconds in (await job.result()).choices[0].token_times_s]
+    return sum(begin < at <= end for at in times)
 
 
 async def prefix_reuse(model: "LanguageModel", requests: int = 64, shared: int = 512) -> Report:

@@ -10,6 +10,7 @@ from drumline.model.errors import InvalidRequest
 from drumline.model.language_model import LanguageModel
 from drumline.model.sampling_params import SamplingParams
 from drumline.scheduler.config import EngineSettings
+from drumline.scheduler.policy import Policy
 from drumline.scheduler.request import Request, Result
 from drumline.scheduler.scheduler import Scheduler
 
@@ -54,12 +55,15 @@ def with_sampling(requests: Sequence[Request], sampling: SamplingName, seed: int
     return measured
 
 
-def make_scheduler(model: LanguageModel, requests: Sequence[Request], settings: EngineSettings) -> Scheduler:
+def make_scheduler(
+    model: LanguageModel, requests: Sequence[Request], settings: EngineSettings, policy: Policy | None = None
+) -> Scheduler:
     """A scheduler whose queue takes the whole workload at once."""
     choices = sum(request.n for request in requests)
     return Scheduler(
         model,
         **asdict(settings),
+        policy=policy,
         queue_requests=max(1024, choices),
         queue_tokens=max(4_000_000, 2 * choices * model.window + sum(r.n * r.max_tokens for r in requests)),
     )

@@ -9,7 +9,8 @@ import torch
 
 from drumline import InvalidRequest, Request, SamplingParams, Scheduler
 from drumline.model.language_model import LanguageModel
-from drumline.scheduler.cli.verify import Condition, compare, run_alone, run_together
+from drumline.scheduler.cli.comparison import Condition, compare, run_alone, run_together
+from drumline.scheduler.config import EngineSettings
 from tests.compositions import DRAFT_TOKENS, Arrival, alone, in_company, random_company, random_requests
 from tests.drive import asking, generate, sampled
 from tests.tiny import FAMILIES, tiny_model
@@ -117,7 +118,7 @@ class TestTheMeasureCanFail:
             for place, text in enumerate(["The capital of France is", "def f(n):", "Once upon a time", "1, 2, 3,"])
         ]
         lone = await run_alone(smollm2, requests, "torch", lambda: None)
-        together = await run_together(smollm2, requests, Condition(rows=4, step_tokens=16), "torch", lambda: None)
+        together = await run_together(smollm2, requests, Condition(EngineSettings(4, 16, "torch")), lambda: None)
         report = compare(lone, together)
         assert report["bits_differ"] > 0
         assert 0 < report["max_logprob_difference"] < 1e-3

@@ -7,14 +7,16 @@ import pytest
 
 from drumline import EngineFailed, Request, Result, SamplingParams, load_model
 from drumline.scheduler.cli import verify
-from drumline.scheduler.cli.verify import Condition, added, compare, run_alone, run_together
+from drumline.scheduler.cli.comparison import Condition, added, compare, mixed, run_alone, run_together
+from drumline.scheduler.config import EngineSettings
+from drumline.scheduler.policy import Policy
 from tests.drive import generate
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 KEYS = {"jobs", "ids_differ", "bits_differ", "max_logprob_difference", "resumes", "reused_tokens"}
-CONDITION = {"rows", "step_tokens", "preempt_every", "draft_tokens", "reuse"}
+CONDITION = {"rows", "step_tokens", "preempt_every", "draft_tokens", "reuse", "shuffle"}
 LINES = [
     {"prompt": "a", "max_tokens": 9},
     {"prompt": "bcd", "max_tokens": 12, "sampling": {"temperature": 1.0, "seed": 4}},
@@ -138,6 +140,30 @@ def test_each_number_of_rows_with_each_budget(cli, checkpoint: Path, workload, o
     assert all(entry.keys() == KEYS | CONDITION for entry in conditions)
 
 
+def test_company_is_drawn_from_a_seed():
+    requests = [Request(prompt="a", max_tokens=1, id=f"job-{place}") for place in range(40)]
+    arrivals, policy = mixed(requests, 3)
+    assert mixed(requests, 3)[0] == arrivals
+    assert sorted(place for place, _ in arrivals) == list(range(40))
+    assert [place for place, _ in arrivals] != list(range(40))
+    assert all(request.id == f"job-{place}" for place, request in arrivals)
+    assert {request.priority for _, request in arrivals} == {"low", "normal", "high"}
+    assert len({request.tenant for _, request in arrivals}) == 4
+    assert len({type(mixed(requests, seed)[1]) for seed in range(20)}) == 3
+    assert mixed(requests, None) == (list(enumerate(requests)), None)
+    assert isinstance(policy, Policy)
+
+
+def test_shuffled_conditions_change_nothing(cli, checkpoint: Path, workload):
+    options = ("--rows", "1,2", "--reuse", "off", "--shuffle", 5, "--preempt-every", 2, "--json")
+    lines = [line for line in LINES if "n" not in line]
+    run = cli("verify", workload(lines), "--model", checkpoint, *options)
+    report = json.loads(run.out)
+    assert [entry["shuffle"] for entry in report["conditions"]] == [5, 6]
+    assert (report["jobs"], report["ids_differ"], report["reused_tokens"]) == (4, 0, 0)
+    assert report["resumes"] > 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -178,7 +204,7 @@ async def test_preempting_makes_rows_start_again(checkpoint: Path):
     request = Request(prompt="abc", max_tokens=10, ignore_eos=True, logprobs=0, sampling=sampling)
     model = load_model(checkpoint)
     alone = await run_alone(model, [request], "torch", lambda: None)
-    together = await run_together(model, [request], Condition(2, 256, preempt_every=3), "torch", lambda: None)
+    together = await run_together(model, [request], Condition(EngineSettings(2, 256, "torch"), 3), lambda: None)
     starts = [[step.input_length for step in run[0].steps if step.cache_before == 0] for run in (alone, together)]
     assert starts[0] == [3]
     assert len(starts[1]) > 2
