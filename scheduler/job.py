@@ -1,15 +1,17 @@
 """The handle a caller holds: chunks as they come, the result, and the means to stop."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from drumline.model.errors import InvalidRequest
 from drumline.model.language_model import LanguageModel
 from drumline.model.reference import uncached_positions
+from drumline.model.stop_reason import StopReason
 from drumline.scheduler.admission import Admitted
 from drumline.scheduler.deliver import ChunkStream
+from drumline.scheduler.progress import Progress
 from drumline.scheduler.request import Chunk, Result, Timings, TokenLogprob, Usage
 from drumline.scheduler.sequence import Sequence
 
@@ -44,6 +46,24 @@ class GenerationJob:
         self._cancelled = cancelled
         self._result: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._has_reader = False
+        self.settled: dict[int, StopReason] = {}
+        """Choices that end before they get a row, and why."""
+
+    def go_on_from(self, progress: Iterable[Progress]) -> None:
+        """Begin behind the tokens that another worker chose; raises `InvalidRequest`."""
+        for entry in progress:
+            reason = self.sequences[entry.choice].go_on_from(entry)
+            if reason is not None:
+                self.settled[entry.choice] = reason
+
+    def settle(self, reason: StopReason) -> None:
+        """No choice gets a row: those that have not ended end for this reason."""
+        self.settled = dict.fromkeys(range(self.request.n), reason) | self.settled
+
+    @property
+    def seed(self) -> int:
+        """The request's, or the one that was drawn."""
+        return self._seed
 
     @property
     def state(self) -> str:

@@ -182,10 +182,9 @@ class LiveRows:
             sequence.job.pin.hold(row, sequence.prompt_length)
         self._end(sequence, reason, error)
 
-    def end_unseated(self, sequences: Several[Sequence], reason: StopReason) -> None:
-        """End sequences that hold no row and wait in no queue."""
-        for sequence in sequences:
-            self._end(sequence, reason)
+    def end_unseated(self, sequence: Sequence, reason: StopReason) -> None:
+        """End a sequence that holds no row and waits in no queue."""
+        self._end(sequence, reason)
 
     def restart(self) -> None:
         """A step failed, and nobody knows what it left: everything that runs goes on from its tokens and random state,

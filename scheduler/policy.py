@@ -310,6 +310,15 @@ def _level(entry: Entry) -> int:
     return PRIORITIES.index(entry.priority)
 
 
+def checked_policy(policy: object) -> Policy:
+    """The policy, the default one for None; raises `InvalidRequest` for what is none."""
+    if policy is None:
+        return default_policy()
+    if not isinstance(policy, Policy):
+        raise InvalidRequest("policy", f"must be a Policy, not {type(policy).__name__}")
+    return policy
+
+
 def default_policy(weights: Mapping[str, float] | None = None, ageing_s: float = AGEING_S) -> PriorityClasses:
     """Priority, then fair share between tenants over all classes together, then arrival."""
     shares = Shares(weights)

@@ -1,12 +1,13 @@
 """What the scheduler tells: metrics, totals, and how fast it has been."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry
 
 from drumline.cache_pool.pool import CachePool
-from drumline.metrics.instruments import Instruments
-from drumline.model.errors import InvalidRequest
+from drumline.metrics.instruments import Instruments, RejectReason
+from drumline.model.errors import DrumlineError, EngineFailed, InvalidRequest
 from drumline.scheduler.estimate import Estimate
 from drumline.scheduler.job import GenerationJob
 from drumline.scheduler.queue import RequestQueue
@@ -61,6 +62,20 @@ class Reporting:
         seconds = self.estimate.seconds(ahead_tokens, sequence.prompt_length, sequence.rules.budget)
         if seconds is not None and self._clock() + seconds > job.deadline_at:
             raise InvalidRequest("deadline_s", f"cannot be met: this takes about {seconds:.1f} s at present")
+
+    @contextmanager
+    def refusals_counted(self) -> Iterator[None]:
+        """Count what is refused in this block by its reason."""
+        try:
+            yield
+        except DrumlineError as error:
+            reason: RejectReason = "draining"
+            if isinstance(error, EngineFailed):
+                reason = "failed"
+            elif isinstance(error, InvalidRequest):
+                reason = "duplicate_id" if error.field == "id" else "invalid"
+            self.instruments.rejected(reason)
+            raise
 
     def ended(self, job: GenerationJob, result: Result) -> None:
         """A job has its result."""

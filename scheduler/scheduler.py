@@ -3,9 +3,9 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from collections.abc import Sequence as Several
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from itertools import takewhile
 from types import TracebackType
 from typing import Self
@@ -15,10 +15,10 @@ from prometheus_client import CollectorRegistry
 
 from drumline.cache_pool.pool import CachePool
 from drumline.cache_pool.store import make_kv
-from drumline.metrics.instruments import RejectReason, watch_loop_lag
+from drumline.metrics.instruments import watch_loop_lag
 from drumline.model.backends import make_backend
 from drumline.model.backends.fingerprint import fingerprint
-from drumline.model.errors import DrumlineError, EngineFailed, InvalidRequest, QueueFull, SchedulerClosed
+from drumline.model.errors import EngineFailed, InvalidRequest, QueueFull, SchedulerClosed
 from drumline.model.language_model import LanguageModel
 from drumline.model.stop_reason import StopReason
 from drumline.scheduler.admission import Admission, Admitted
@@ -28,10 +28,11 @@ from drumline.scheduler.job import GenerationJob
 from drumline.scheduler.live_rows import LiveRows
 from drumline.scheduler.pins import Pin, pin_prompt
 from drumline.scheduler.plan import plan_step
-from drumline.scheduler.policy import Policy, default_policy
+from drumline.scheduler.policy import Policy, checked_policy
+from drumline.scheduler.progress import Progress, check_progress
 from drumline.scheduler.queue import RequestQueue
 from drumline.scheduler.reporting import Reporting
-from drumline.scheduler.request import Request
+from drumline.scheduler.request import Request, Result
 from drumline.scheduler.sequence import Sequence
 from drumline.scheduler.step import StepRunner
 from drumline.scheduler.submit_line import SubmitLine
@@ -103,7 +104,7 @@ class Scheduler:
         self._clock = clock
         self._draft_tokens = draft_tokens if self.backend.exact else 0  # elsewhere they would change roundings
         self._pool = CachePool(model, rows, make_kv(self.backend.name, model, rows), reuse)
-        self._queue: RequestQueue[Sequence] = RequestQueue(queue_requests, queue_tokens, _checked(policy))
+        self._queue: RequestQueue[Sequence] = RequestQueue(queue_requests, queue_tokens, checked_policy(policy))
         self._admission = Admission(model, rows)
         self._runner = StepRunner(self.backend, self._pool)
         self._reporting = Reporting(self.registry, name, clock)
@@ -155,27 +156,44 @@ class Scheduler:
         """Whether a request would be taken now."""
         return self.healthy and bool(self._tasks) and not self._draining
 
-    async def submit(self, request: Request, *, wait: bool = True) -> GenerationJob:
+    async def submit(self, request: Request, *, wait: bool = True, progress: Several[Progress] = ()) -> GenerationJob:
         """Accept a request, waiting while the queue is full; with `wait=False` that raises `QueueFull`.
 
-        Raises `InvalidRequest`, `SchedulerClosed`, `EngineFailed`. Whatever takes long to read is read in a thread. A
-        deadline that passes while there is no room ends the job like any other.
+        It goes on behind `progress`, tokens that it led to in another process: where fingerprints are equal and the
+        backend is exact, the answer is the one it would have had there. Raises `InvalidRequest`, `SchedulerClosed`,
+        `EngineFailed`. Whatever takes long to read is read in a thread. A deadline that passes while there is no room
+        ends the job like any other.
         """
-        with self._refusals_counted():
+        with self._reporting.refusals_counted():
             self._check_open()
-            admitted = await self._admission.admit_without_blocking(request)
-        job = self._make_job(admitted)
+            job = await self._admit(request, progress)
         return await self._line.enter(job) if wait else self._enqueue_at_once(job)
+
+    async def check(self, request: Request) -> Request:
+        """The request as it would run: with a seed. Raises `InvalidRequest` for one that never could, and what else
+        `submit` raises, but for a full queue."""
+        with self._reporting.refusals_counted():
+            self._check_open()
+            job = await self._admit(request)
+        return request.model_copy(update={"sampling": request.sampling.model_copy(update={"seed": job.seed})})
+
+    async def settle(self, request: Request, reason: StopReason, progress: Several[Progress] = ()) -> Result:
+        """The result of a request that ends for this reason behind its `progress`, without a row; counted like any
+        other. Raises `InvalidRequest`."""
+        job = await self._admit(request, progress)
+        job.settle(reason)
+        self._register(job)
+        return await job.result()
 
     def submit_nowait(self, request: Request) -> GenerationJob:
         """Accept a request at once; raises `QueueFull` besides what `submit` raises.
 
         A grammar is compiled here and now, which `submit` does in a thread.
         """
-        with self._refusals_counted():
+        with self._reporting.refusals_counted():
             self._check_open()
-            admitted = self._admission.admit(request)
-        return self._enqueue_at_once(self._make_job(admitted))
+            job = self._make_job(self._admission.admit(request))
+        return self._enqueue_at_once(job)
 
     def preempt(self, job: GenerationJob) -> None:
         """Take a running job's rows at the next step boundary and put it back in the queue.
@@ -256,6 +274,12 @@ class Scheduler:
         job_id = admitted.request.id or uuid4().hex
         return GenerationJob(job_id, admitted, self.model, self._clock(), self._cancel_asked)
 
+    async def _admit(self, request: Request, progress: Several[Progress] = ()) -> GenerationJob:
+        job = self._make_job(await self._admission.admit_without_blocking(request))
+        check_progress(request, progress, self.model.config.vocab_size)
+        job.go_on_from(progress)
+        return job
+
     def _enqueue_at_once(self, job: GenerationJob) -> GenerationJob:
         try:
             return self._enqueue(job)
@@ -266,44 +290,35 @@ class Scheduler:
     def _enqueue(self, job: GenerationJob) -> GenerationJob:
         """Put a job in the queue, or end it where it needs no row; raises `QueueFull` when it does not fit (the caller
         decides what that means)."""
-        with self._refusals_counted():
+        with self._reporting.refusals_counted():
             self._check_open()
             if job.id in self._jobs:
                 raise InvalidRequest("id", f"a job {job.id} is queued or running")
             if self.config.refuse_late:
                 ahead = 0 if self._pool.free else self._queue.tokens_before(job.request.priority)
                 self._reporting.check_deadline(job, ahead)
-        ended: StopReason | None = "deadline" if job.expired(self._clock()) else None
         if job.request.max_tokens == 0:  # legal, and done: no row is needed to generate nothing
-            ended = "budget"
-        if ended is None:
-            self._rows.enqueue(job.sequences)
-        self._jobs[job.id] = job
-        self._quiet.clear()
-        if ended is not None:
-            self._rows.end_unseated(job.sequences, ended)
+            job.settle("budget")
+        elif job.expired(self._clock()):
+            job.settle("deadline")
+        self._rows.enqueue([sequence for sequence in job.sequences if sequence.choice not in job.settled])
+        self._register(job)
         self._wake.set()
         self._publish_levels()
         return job
+
+    def _register(self, job: GenerationJob) -> None:
+        """The job is ours now; what needs no row ends at once."""
+        self._jobs[job.id] = job
+        self._quiet.clear()
+        for choice, reason in job.settled.items():
+            self._rows.end_unseated(job.sequences[choice], reason)
 
     def _check_open(self) -> None:
         if self._failure is not None:
             raise EngineFailed(self._failure)
         if self._draining or self._closed or not self._tasks:
             raise SchedulerClosed("the scheduler is draining or closed" if self._tasks else "enter the scheduler first")
-
-    @contextmanager
-    def _refusals_counted(self) -> Iterator[None]:
-        try:
-            yield
-        except DrumlineError as error:
-            reason: RejectReason = "draining"
-            if isinstance(error, EngineFailed):
-                reason = "failed"
-            elif isinstance(error, InvalidRequest):
-                reason = "duplicate_id" if error.field == "id" else "invalid"
-            self.instruments.rejected(reason)
-            raise
 
     def _cancel_asked(self, job: GenerationJob) -> None:
         self._rows.cancel_asked.append(job)
@@ -379,11 +394,3 @@ class Scheduler:
         self._rows.fail_all(unfinished, reason)
         self._line.advance()
         self._publish_levels()
-
-
-def _checked(policy: Policy | None) -> Policy:
-    if policy is None:
-        return default_policy()
-    if not isinstance(policy, Policy):
-        raise InvalidRequest("policy", f"must be a Policy, not {type(policy).__name__}")
-    return policy

@@ -2,17 +2,20 @@
 
 import math
 from collections.abc import Sequence as Several
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from drumline.cache_pool.pool import RowSnapshot
 from drumline.metrics.instruments import Priority
 from drumline.model.batch import StepRecord
 from drumline.model.detokenize import Detokenizer
+from drumline.model.errors import EngineFailed, InvalidRequest
 from drumline.model.random_state import RandomState
 from drumline.model.sampling import Choice as ChosenToken
 from drumline.model.stop_reason import StopReason
 from drumline.model.tokenizer import Tokenizer
 from drumline.scheduler.admission import Admitted
+from drumline.scheduler.progress import Progress
 from drumline.scheduler.request import Choice, Chunk, TokenLogprob
 from drumline.scheduler.speculation import PromptLookup
 from drumline.scheduler.stop import StopStrings
@@ -93,6 +96,26 @@ class Sequence:
         for place, chosen in enumerate(told, start=position):
             if place == len(self.prompt_logprobs) < self.prompt_length - 1 and chosen.logprob is not None:
                 self.prompt_logprobs.append(TokenLogprob(chosen.token_id, chosen.logprob, chosen.top))
+
+    def go_on_from(self, progress: Progress) -> StopReason | None:
+        """Take tokens that another worker chose, before there is a row; returns why it ends with the last of them, or
+        None. Raises `InvalidRequest` for tokens that the request cannot have led to."""
+        reason = None
+        tokens = progress.tokens()
+        if self.tells_prompt:
+            tokens = tokens[:-1]  # an answer that is complete needs a row all the same, to tell the prompt's
+        for token_id, known in tokens:
+            if reason is not None:
+                raise InvalidRequest("progress", "goes on behind the end of its answer")
+            try:
+                reason = self.accept(
+                    ChosenToken(token_id) if known is None else ChosenToken(token_id, known.logprob, known.top)
+                )
+            except EngineFailed as error:
+                raise InvalidRequest("progress", str(error)) from None
+        ids = (*self.admitted.prompt_ids, *self.token_ids)
+        self.saved = RowSnapshot(ids, 0, replace(self.saved.random, index=len(self.token_ids)))
+        return reason
 
     def seated(self, now: float) -> None:
         """A row was given; time runs from here."""
