@@ -13,8 +13,8 @@ import sys
 from collections.abc import Sequence
 
 from drumline import DrumlineError, Message, Result
+from drumline.scheduler.mqtt.address import BrokerAddress, parse_broker_url
 from drumline.scheduler.mqtt.client import Client, RemoteJob
-from drumline.scheduler.mqtt.connection import BrokerAddress, parse_broker_url
 
 
 async def device(arguments: argparse.Namespace, broker: BrokerAddress) -> bool:

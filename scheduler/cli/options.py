@@ -1,5 +1,6 @@
 """Options that several commands share, and what they open."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,6 +12,7 @@ from rich.progress import Progress, ProgressColumn
 from drumline.model.errors import InvalidRequest, ModelLoadError
 from drumline.model.language_model import LanguageModel
 from drumline.model.registry import load_model, packaged_model
+from drumline.scheduler.mqtt.address import BrokerAddress, Tls, parse_broker_url, with_credentials
 from drumline.scheduler.mqtt.connection import ProtocolLevel
 
 MqttVersion = Literal["5", "3.1.1"]
@@ -38,6 +40,17 @@ DraftTokens = Annotated[
 Reuse = Annotated[OnOff, typer.Option("--reuse", help="Whether common prompt prefixes are computed once.")]
 Threads = Annotated[int | None, typer.Option("--threads", help="Torch's threads. Default: one a core.")]
 Mqtt = Annotated[MqttVersion, typer.Option("--mqtt", help="The protocol version to speak.")]
+BROKER_HELP = "mqtt://[USER@]HOST[:PORT], or mqtts:// for TLS. See --password-file for the password."
+TlsCa = Annotated[Path | None, typer.Option("--tls-ca", help="PEM file: who may vouch for the broker (mqtts).")]
+TlsCert = Annotated[Path | None, typer.Option("--tls-cert", help="PEM file: the certificate that we show the broker.")]
+TlsKey = Annotated[Path | None, typer.Option("--tls-key", help="PEM file: its key, without a passphrase.")]
+PasswordFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--password-file",
+        help="Its first line is the broker's password. Else DRUMLINE_MQTT_PASSWORD or DRUMLINE_MQTT_PASSWORD_FILE.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 progress_console = Console(stderr=True)
@@ -67,6 +80,25 @@ def chosen_backend(name: Backend) -> str | None:
 def mqtt_protocol(version: MqttVersion) -> ProtocolLevel:
     """The protocol level that `--mqtt` names."""
     return 5 if version == "5" else 4
+
+
+def broker_address(
+    url: str, ca: Path | None, certificate: Path | None, key: Path | None, password_file: Path | None
+) -> BrokerAddress:
+    """The broker of `--broker`, with the files and the environment that belong to it.
+
+    The files are read here once, so that what is wrong with them is said before anything starts. Raises
+    `InvalidRequest` that names the option, and never a password.
+    """
+    try:
+        address = with_credentials(parse_broker_url(url, Tls(ca, certificate, key)), os.environ, password_file)
+        if address.tls is not None:
+            address.tls.context()
+    except InvalidRequest as error:
+        if error.field in ("tls_ca", "tls_cert", "tls_key", "password_file"):
+            raise InvalidRequest(f"--{error.field.replace('_', '-')}", error.limit) from None
+        raise
+    return address
 
 
 def use_threads(threads: int | None) -> None:

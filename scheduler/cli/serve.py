@@ -14,7 +14,6 @@ from drumline.scheduler.cli import options
 from drumline.scheduler.cli.loop import on_signals, run_loop
 from drumline.scheduler.cli.worker import Worker, WorkerSettings, run_worker
 from drumline.scheduler.config import DRAFT_TOKENS, EngineSettings
-from drumline.scheduler.mqtt.connection import parse_broker_url
 
 Metrics = Annotated[str, typer.Option("--metrics", help="HOST:PORT of /metrics, /healthz and /readyz.")]
 DEFAULT_METRICS = "127.0.0.1:9464"
@@ -22,7 +21,7 @@ DEFAULT_METRICS = "127.0.0.1:9464"
 
 def serve(
     model: options.ModelPath = None,
-    broker: Annotated[str | None, typer.Option(help="mqtt://[user:password@]HOST:PORT.")] = None,
+    broker: Annotated[str | None, typer.Option(help=options.BROKER_HELP)] = None,
     embedded_broker: Annotated[
         bool, typer.Option("--embedded-broker", help="Start a private broker: mosquitto if installed, else iotcore.")
     ] = False,
@@ -43,6 +42,10 @@ def serve(
     ] = None,
     drain: Annotated[float, typer.Option(min=0, help="Seconds that SIGTERM leaves to running jobs.")] = 30.0,
     threads: options.Threads = None,
+    tls_ca: options.TlsCa = None,
+    tls_cert: options.TlsCert = None,
+    tls_key: options.TlsKey = None,
+    password_file: options.PasswordFile = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Log every refusal and reconnection.")] = False,
 ) -> None:
     """Serve a model over MQTT until SIGTERM or Ctrl-C, which finish what runs first; a second one stops at once.
@@ -51,8 +54,10 @@ def serve(
     """
     if (broker is None) != embedded_broker:
         raise InvalidRequest("--broker", "give either --broker mqtt://HOST:PORT or --embedded-broker")
+    if broker is None and (tls_ca or tls_cert or tls_key or password_file):
+        raise InvalidRequest("--broker", "is missing: the embedded broker takes no TLS files and no password")
     settings = WorkerSettings(
-        broker=None if broker is None else parse_broker_url(broker),
+        broker=None if broker is None else options.broker_address(broker, tls_ca, tls_cert, tls_key, password_file),
         metrics=metrics_address(metrics),
         engine=EngineSettings(rows, step_tokens, options.chosen_backend(backend), draft_tokens, reuse == "on"),
         name=name,
@@ -106,7 +111,7 @@ async def _until(stop: asyncio.Event, worker: Worker) -> None:
 
 
 def _announce(model: LanguageModel, worker: Worker, settings: WorkerSettings) -> None:
-    broker = f"mqtt://{worker.broker.host}:{worker.broker.port}"
+    broker = worker.broker.url
     if (embedded := worker.embedded) is not None:
         broker += f" ({embedded.kind}, embedded)"
         if embedded.port != embedded.port_v311:

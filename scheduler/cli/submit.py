@@ -11,8 +11,9 @@ from drumline.model.errors import InvalidRequest
 from drumline.model.sampling_params import SamplingParams
 from drumline.scheduler.cli import options
 from drumline.scheduler.cli.loop import run_loop
+from drumline.scheduler.mqtt.address import BrokerAddress
 from drumline.scheduler.mqtt.client import Client
-from drumline.scheduler.mqtt.connection import BrokerAddress, ProtocolLevel, parse_broker_url
+from drumline.scheduler.mqtt.connection import ProtocolLevel
 from drumline.scheduler.mqtt.topics import Topics
 from drumline.scheduler.request import Message, Request
 
@@ -21,7 +22,7 @@ CANCEL_TIMEOUT_S = 2.0
 
 def submit(
     prompt: Annotated[str, typer.Argument(help="Sent as a chat message, or as it is with --raw.")],
-    broker: Annotated[str, typer.Option(help="mqtt://[user:password@]HOST:PORT.")],
+    broker: Annotated[str, typer.Option(help=options.BROKER_HELP)],
     client: Annotated[str, typer.Option("--client", help="The device's name: a topic level.")] = "cli",
     job_id: Annotated[str | None, typer.Option("--id", help="The job's id. Default: a new one.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is.")] = False,
@@ -34,9 +35,13 @@ def submit(
     timeout: Annotated[float, typer.Option(help="Seconds to wait for a worker to accept the job.")] = 10.0,
     mqtt: options.Mqtt = "5",
     prefix: Annotated[str, typer.Option(help="What every topic starts with.")] = "drumline/v1",
+    tls_ca: options.TlsCa = None,
+    tls_cert: options.TlsCert = None,
+    tls_key: options.TlsKey = None,
+    password_file: options.PasswordFile = None,
 ) -> None:
     """Send a job to a worker and stream its answer."""
-    address = parse_broker_url(broker)
+    address = options.broker_address(broker, tls_ca, tls_cert, tls_key, password_file)
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     request = Request(
         id=job_id,
@@ -60,6 +65,7 @@ async def _submit(
         protocol=protocol,
         username=address.username,
         password=address.password,
+        tls=address.tls,
         topics=topics,
     ) as client:
         try:

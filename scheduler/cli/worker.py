@@ -9,8 +9,9 @@ from drumline.model.errors import InvalidRequest
 from drumline.model.language_model import LanguageModel
 from drumline.scheduler.cli.options import progress_console
 from drumline.scheduler.config import VERSION, EngineSettings
+from drumline.scheduler.mqtt.address import BrokerAddress
 from drumline.scheduler.mqtt.broker import EmbeddedBroker
-from drumline.scheduler.mqtt.connection import BrokerAddress, ProtocolLevel
+from drumline.scheduler.mqtt.connection import ProtocolLevel
 from drumline.scheduler.mqtt.gateway import Gateway, GatewayOptions
 from drumline.scheduler.mqtt.topics import Topics
 from drumline.scheduler.scheduler import Scheduler

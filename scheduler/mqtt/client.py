@@ -16,6 +16,7 @@ from typing import Any, Literal, Self
 from uuid import uuid4
 
 from drumline.model.errors import DrumlineError, InvalidRequest
+from drumline.scheduler.mqtt.address import BrokerAddress, Tls
 from drumline.scheduler.mqtt.codec import (
     ResultMessage,
     StateMessage,
@@ -26,7 +27,6 @@ from drumline.scheduler.mqtt.codec import (
     to_result,
 )
 from drumline.scheduler.mqtt.connection import (
-    BrokerAddress,
     BrokerError,
     Connection,
     ConnectOptions,
@@ -154,7 +154,8 @@ class Client:
     """A device. `async with Client(host, port, name="sensor-1") as client` connects or raises `BrokerError`.
 
     With MQTT 5 everything comes to a topic of this client object alone (response topic, correlation data); with
-    MQTT 3.1.1 (`protocol=4`) to the default topics of `name`. A lost connection is looked for until it is back.
+    MQTT 3.1.1 (`protocol=4`) to the default topics of `name`. A lost connection is looked for until it is back. `tls`
+    encrypts; brokers take that on a port of its own, by custom 8883.
     """
 
     def __init__(
@@ -166,6 +167,7 @@ class Client:
         protocol: ProtocolLevel = 5,
         username: str | None = None,
         password: str | None = None,
+        tls: Tls | None = None,
         topics: Topics | None = None,
         resend_s: float = RESEND_S,
         backoff: Callable[[], Backoff] = Backoff,
@@ -176,7 +178,7 @@ class Client:
         self._own = self._topics.client(self.name)
         self._replies = f"{self._own}/replies/{session}" if protocol == 5 else None
         self._options = ConnectOptions(
-            BrokerAddress(host, port, username, password), f"{self.name}-{session[:8]}", protocol
+            BrokerAddress(host, port, username, password, tls), f"{self.name}-{session[:8]}", protocol
         )
         self._resend_s = resend_s
         self._backoff = backoff

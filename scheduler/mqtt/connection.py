@@ -11,9 +11,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
-from urllib.parse import unquote, urlsplit
 
 import aiomqtt
 from paho.mqtt.client import MQTT_CLEAN_START_FIRST_ONLY, MQTTMessageInfo
@@ -23,13 +22,13 @@ from paho.mqtt.reasoncodes import ReasonCode
 from paho.mqtt.subscribeoptions import SubscribeOptions
 
 from drumline.model.errors import DrumlineError, InvalidRequest
+from drumline.scheduler.mqtt.address import BrokerAddress
 
 logger = logging.getLogger("drumline.mqtt")
 
 ProtocolLevel = Literal[4, 5]
 """The protocol level on the wire: 4 is MQTT 3.1.1, 5 is MQTT 5."""
 
-DEFAULT_PORT = 1883
 MAX_UNCONFIRMED = 10
 """QoS 1 publishes on their way at once: below paho's own limit of 20, above which it would reorder QoS 0 past QoS 1."""
 CONNECT_TIMEOUT_S = 5.0
@@ -47,39 +46,6 @@ class BrokerError(DrumlineError):
 
 class PublishRefused(DrumlineError):
     """The broker acknowledged a message and does not pass it on (not authorised, over a quota); MQTT 5 alone tells."""
-
-
-@dataclass(frozen=True)
-class BrokerAddress:
-    """Where a broker listens, and who we are there."""
-
-    host: str
-    port: int = DEFAULT_PORT
-    username: str | None = None
-    password: str | None = field(default=None, repr=False)
-
-
-def parse_broker_url(url: str) -> BrokerAddress:
-    """Read `mqtt://[user[:password]@]host[:port]`; raises `InvalidRequest("broker")`, without repeating a password."""
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError as error:
-        raise InvalidRequest("broker", f"is no mqtt://host:port ({error})") from None
-    if parts.scheme == "mqtts":
-        raise InvalidRequest("broker", "TLS (mqtts) is not supported yet: use mqtt://")
-    if parts.scheme != "mqtt" or not parts.hostname:
-        raise InvalidRequest("broker", "must read mqtt://host:port")
-    if parts.path.strip("/") or parts.query or parts.fragment:
-        raise InvalidRequest("broker", "must end after host:port")
-    if port == 0:
-        raise InvalidRequest("broker", "port must be 1 … 65535")
-    return BrokerAddress(
-        host=parts.hostname,
-        port=port or DEFAULT_PORT,
-        username=None if parts.username is None else unquote(parts.username),
-        password=None if parts.password is None else unquote(parts.password),
-    )
 
 
 @dataclass(frozen=True)
@@ -248,7 +214,10 @@ def _cancellation_kept() -> Iterator[None]:
 @asynccontextmanager
 async def connect(options: ConnectOptions, clock: Callable[[], float] = time.monotonic) -> AsyncIterator[Connection]:
     """Connect, yield the connection, disconnect; a connection that is left open by an error is closed all the same."""
-    client = _client(options)
+    try:
+        client = _client(options)
+    except InvalidRequest as error:  # files may come back, as a broker may
+        raise BrokerError(f"cannot connect to {options.address.host}:{options.address.port}: {error}") from error
     await _enter(client, options.address)
     try:
         yield Connection(client, options.protocol, clock)
@@ -268,6 +237,7 @@ def _client(options: ConnectOptions) -> aiomqtt.Client:
         port=options.address.port,
         username=options.address.username,
         password=options.address.password,
+        tls_context=None if options.address.tls is None else options.address.tls.context(),
         identifier=options.client_id,
         protocol=aiomqtt.ProtocolVersion.V5 if options.protocol == 5 else aiomqtt.ProtocolVersion.V311,
         will=None if will is None else aiomqtt.Will(will.topic, will.payload, will.qos, will.retain),

@@ -17,9 +17,9 @@ from typing import Self
 from drumline.metrics.instruments import MessageKind
 from drumline.model.errors import InvalidRequest
 from drumline.scheduler.engine import Engine
+from drumline.scheduler.mqtt.address import BrokerAddress
 from drumline.scheduler.mqtt.codec import WorkerState, WorkerStatus
 from drumline.scheduler.mqtt.connection import (
-    BrokerAddress,
     BrokerError,
     Connection,
     ConnectOptions,

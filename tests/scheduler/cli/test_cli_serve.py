@@ -13,8 +13,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from drumline import Request, load_model
+from drumline.scheduler.mqtt.address import BrokerAddress, parse_broker_url
 from drumline.scheduler.mqtt.client import Client
-from drumline.scheduler.mqtt.connection import BrokerAddress, parse_broker_url
 from tests.drive import generate
 from tests.processes import CLI, finish, read_until, run_python, running_python
 

@@ -10,9 +10,9 @@ from uuid import uuid4
 from drumline import Request, Scheduler
 from drumline.model.language_model import LanguageModel
 from drumline.scheduler.job import GenerationJob
+from drumline.scheduler.mqtt.address import BrokerAddress
 from drumline.scheduler.mqtt.broker import EmbeddedBroker
 from drumline.scheduler.mqtt.connection import (
-    BrokerAddress,
     Connection,
     ConnectOptions,
     Message,

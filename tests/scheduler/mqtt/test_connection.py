@@ -7,14 +7,13 @@ import socket
 import pytest
 
 from drumline import InvalidRequest
+from drumline.scheduler.mqtt.address import BrokerAddress
 from drumline.scheduler.mqtt.broker import EmbeddedBroker
 from drumline.scheduler.mqtt.connection import (
-    BrokerAddress,
     BrokerError,
     ConnectOptions,
     Message,
     connect,
-    parse_broker_url,
 )
 from drumline.scheduler.mqtt.entries import MAX_COALESCED_TOKENS
 from drumline.scheduler.mqtt.outbox import Outbox
@@ -22,34 +21,6 @@ from drumline.scheduler.mqtt.reply import Reply
 from drumline.scheduler.mqtt.topics import Topics
 from drumline.scheduler.request import Chunk
 from tests.scheduler.mqtt.support import Counts, Network, address, device
-
-
-def test_broker_urls():
-    assert parse_broker_url("mqtt://broker.local") == BrokerAddress("broker.local", 1883)
-    assert parse_broker_url("mqtt://[::1]:2000/") == BrokerAddress("::1", 2000)
-    named = parse_broker_url("mqtt://me:p%40ss%3A@host:18830")
-    assert named == BrokerAddress("host", 18830, "me", "p@ss:")
-    assert "p@ss" not in repr(named)
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "", "host", "host:1883", "http://host", "mqtt://", "mqtt://:1883", "mqtt://secret@", "mqtt://secret@host:0",
-        "mqtt://secret@host:99999", "mqtt://secret@host:x", "mqtt://secret@host/path", "mqtt://secret@host?a=b",
-        "mqtt://secret@host#x", "mqtt://secret@[::1", "ws://secret@host",
-    ],
-)  # fmt: skip
-def test_other_urls_are_refused_without_repeating_a_password(url: str):
-    with pytest.raises(InvalidRequest) as wrong:
-        parse_broker_url(url)
-    assert wrong.value.field == "broker"
-    assert "secret" not in str(wrong.value)
-
-
-def test_tls_is_refused_by_name():
-    with pytest.raises(InvalidRequest, match=r"TLS \(mqtts\) is not supported yet"):
-        parse_broker_url("mqtts://host")
 
 
 async def test_properties_arrive_as_they_were_sent(broker: EmbeddedBroker, topics: Topics):

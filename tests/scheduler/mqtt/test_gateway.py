@@ -7,8 +7,8 @@ import math
 import pytest
 
 from drumline import InvalidRequest, Scheduler
+from drumline.scheduler.mqtt.address import BrokerAddress
 from drumline.scheduler.mqtt.broker import EmbeddedBroker
-from drumline.scheduler.mqtt.connection import BrokerAddress
 from drumline.scheduler.mqtt.gateway import Gateway, GatewayOptions
 from drumline.scheduler.mqtt.jobs import Limits
 from drumline.scheduler.mqtt.topics import Topics

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from drumline import Request, SamplingParams
+from drumline.scheduler.mqtt.address import BrokerAddress
 from drumline.scheduler.mqtt.broker import EmbeddedBroker
 from drumline.scheduler.mqtt.client import Client, RemoteJob
-from drumline.scheduler.mqtt.connection import BrokerAddress, BrokerError, Connection, ConnectOptions
+from drumline.scheduler.mqtt.connection import BrokerError, Connection, ConnectOptions
 from drumline.scheduler.mqtt.reconnect import Backoff, keep_connected
 from drumline.scheduler.mqtt.topics import Topics
 from tests.drive import Gate, generate

@@ -1,0 +1,95 @@
+"""A mosquitto with a configuration of the test's own, and throwaway certificates for it."""
+
+import asyncio
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.scheduler.mqtt.support import PATIENCE_S
+
+SBIN = "/usr/sbin:/usr/local/sbin"
+
+
+def program(name: str) -> str:
+    """Where it is; skips the test where it is missing, unless CI says that it must be there."""
+    found = shutil.which(name, path=f"{os.environ.get('PATH', '')}:{SBIN}")
+    if found is not None:
+        return found
+    if os.environ.get("DRUMLINE_REQUIRE_EXTERNAL") == "1":
+        pytest.fail(f"{name} is not installed")
+    pytest.skip(f"{name} is not installed")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@asynccontextmanager
+async def mosquitto(directory: Path, config: str, port: int) -> AsyncIterator[None]:
+    """Runs with this configuration, which listens on `port`, while the block does."""
+    binary = program("mosquitto")
+    path = directory / "running.conf"
+    # Started by root it would become a user who may not read a test's files.
+    path.write_text(("user root\n" if os.geteuid() == 0 else "") + config)
+    with (directory / "mosquitto.log").open("wb") as log:
+        child = subprocess.Popen([binary, "-c", path], stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=directory)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while not await answers(port):
+                assert child.poll() is None, (directory / "mosquitto.log").read_text()
+                await asyncio.sleep(0.02)
+        yield
+    finally:
+        child.terminate()
+        await asyncio.to_thread(child.wait)
+
+
+async def answers(port: int) -> bool:
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        return False
+    writer.close()
+    await writer.wait_closed()
+    return True
+
+
+def passwords(directory: Path, **of: str) -> Path:
+    """A mosquitto password file."""
+    path = directory / "passwords"
+    for number, (user, password) in enumerate(of.items()):
+        create = () if number else ("-c",)
+        subprocess.run([program("mosquitto_passwd"), "-b", *create, path, user, password], check=True)
+    return path
+
+
+class Authority:
+    """Issues certificates that are good for a day."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self._directory, self._name = directory, name
+        self.certificate, self._key = self._make(name)
+
+    def issue(self, name: str, host: str = "127.0.0.1") -> tuple[Path, Path]:
+        """Certificate and key, for a host or a device."""
+        kind = "IP" if host[0].isdigit() else "DNS"
+        return self._make(
+            f"{self._name}-{name}",
+            *("-CA", self.certificate, "-CAkey", self._key),
+            *("-addext", f"subjectAltName={kind}:{host}", "-addext", "basicConstraints=critical,CA:FALSE"),
+        )
+
+    def _make(self, name: str, *options: str | Path) -> tuple[Path, Path]:
+        certificate, key = self._directory / f"{name}.pem", self._directory / f"{name}.key"
+        curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+        command = (program("openssl"), "req", "-x509", *curve, "-days", "1", "-subj", f"/CN={name}", *options)
+        subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+        return certificate, key
