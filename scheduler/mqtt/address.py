@@ -17,6 +17,17 @@ MAX_CREDENTIAL_BYTES = 65_535
 """User names and passwords are length-prefixed in MQTT."""
 
 
+class _ClosingSocket(ssl.SSLSocket):
+    """paho forgets a socket whose handshake failed, and leaves it open."""
+
+    def do_handshake(self, block: bool = False) -> None:
+        try:
+            super().do_handshake(block)
+        except BaseException:
+            self.close()
+            raise
+
+
 @dataclass(frozen=True)
 class Tls:
     """The PEM files of an encrypted connection.
@@ -41,6 +52,7 @@ class Tls:
                 _read(path, name)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # verifies certificate and host name
         context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.sslsocket_class = _ClosingSocket
         if self.ca is None:
             context.load_default_certs()
         else:

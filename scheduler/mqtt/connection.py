@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import aiomqtt
 from paho.mqtt.client import MQTT_CLEAN_START_FIRST_ONLY, MQTTMessageInfo
+from paho.mqtt.enums import LogLevel
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
@@ -251,7 +252,37 @@ def _client(options: ConnectOptions) -> aiomqtt.Client:
         socket_options=[(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)],
     )
     client.pending_calls_threshold = MAX_UNCONFIRMED + 2
+    _tell_early_end(client, encrypted=options.address.tls is not None)
     return client
+
+
+def _tell_early_end(client: aiomqtt.Client, encrypted: bool) -> None:
+    """End the connecting when the broker hangs up instead of answering: aiomqtt would wait for its timeout, and not say
+    why. In TLS 1.3 a broker that does not like our certificate does that.
+
+    Private: `_connected` is what aiomqtt waits for. (A test shows that it is told.)
+    """
+    paho, loop = client._client, asyncio.get_running_loop()
+    on_disconnect = paho.on_disconnect
+    reasons = [] if encrypted else ["if that port speaks TLS, use mqtts://"]
+
+    def note(paho: Any, userdata: Any, level: int, text: str) -> None:
+        if level == LogLevel.MQTT_LOG_ERR:
+            reasons.append(text)
+
+    def end() -> None:
+        if not client._connected.done():
+            client._connected.set_exception(
+                aiomqtt.MqttError(f"the broker hung up without an answer ({'; '.join(reasons[-2:])})")
+            )
+
+    def disconnected(*arguments: Any) -> None:
+        loop.call_soon_threadsafe(end)
+        if on_disconnect is not None:
+            on_disconnect(*arguments)
+
+    paho.on_log = note
+    paho.on_disconnect = disconnected
 
 
 async def _enter(client: aiomqtt.Client, address: BrokerAddress) -> None:

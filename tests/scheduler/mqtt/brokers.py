@@ -7,13 +7,16 @@ import socket
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from drumline.scheduler.mqtt.address import BrokerAddress, Tls
 from tests.scheduler.mqtt.support import PATIENCE_S
 
 SBIN = "/usr/sbin:/usr/local/sbin"
+PASSWORD = "drum-and-bass-9"
 
 
 def program(name: str) -> str:
@@ -40,16 +43,19 @@ async def mosquitto(directory: Path, config: str, port: int) -> AsyncIterator[No
     # Started by root it would become a user who may not read a test's files.
     path.write_text(("user root\n" if os.geteuid() == 0 else "") + config)
     with (directory / "mosquitto.log").open("wb") as log:
-        child = subprocess.Popen([binary, "-c", path], stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=directory)
+        child = await asyncio.create_subprocess_exec(
+            *(binary, "-c", path), stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=directory
+        )
     try:
         async with asyncio.timeout(PATIENCE_S):
             while not await answers(port):
-                assert child.poll() is None, (directory / "mosquitto.log").read_text()
+                assert child.returncode is None, (directory / "mosquitto.log").read_text()
                 await asyncio.sleep(0.02)
         yield
     finally:
-        child.terminate()
-        await asyncio.to_thread(child.wait)
+        if child.returncode is None:
+            child.terminate()
+        await child.wait()
 
 
 async def answers(port: int) -> bool:
@@ -93,3 +99,35 @@ class Authority:
         command = (program("openssl"), "req", "-x509", *curve, "-days", "1", "-subj", f"/CN={name}", *options)
         subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)
         return certificate, key
+
+
+@dataclass(frozen=True)
+class Secured:
+    """A broker that asks for a client certificate (`address`), and one that asks for a password (`named`)."""
+
+    address: BrokerAddress
+    named: BrokerAddress
+    authority: Authority
+    stranger: Authority
+
+
+@asynccontextmanager
+async def secured(directory: Path) -> AsyncIterator[Secured]:
+    authority, stranger = Authority(directory, "ca"), Authority(directory, "stranger")
+    certificate, key = authority.issue("broker")
+    files = f"cafile {authority.certificate}\ncertfile {certificate}\nkeyfile {key}\n"
+    mutual, named = free_port(), free_port()
+    config = (
+        "per_listener_settings true\n"
+        f"listener {mutual} 127.0.0.1\n{files}require_certificate true\nuse_identity_as_username true\n"
+        "set_tcp_nodelay true\n"
+        f"listener {named} 127.0.0.1\n{files}password_file {passwords(directory, me=PASSWORD)}\nset_tcp_nodelay true\n"
+    )
+    own = Tls(authority.certificate, *authority.issue("device"))
+    async with mosquitto(directory, config, named):
+        yield Secured(
+            BrokerAddress("127.0.0.1", mutual, tls=own),
+            BrokerAddress("127.0.0.1", named, "me", PASSWORD, Tls(authority.certificate)),
+            authority,
+            stranger,
+        )

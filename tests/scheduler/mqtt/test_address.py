@@ -147,5 +147,10 @@ def test_files_that_cannot_be_used(files: dict[str, Path], ca, certificate, key,
 
 
 def test_files_that_can(files: dict[str, Path]):
-    for tls in (Tls(), Tls(files["ca"]), Tls(files["ca"], files["certificate"], files["key"]), Tls(None, files["both"])):
+    for tls in (
+        Tls(),
+        Tls(files["ca"]),
+        Tls(files["ca"], files["certificate"], files["key"]),
+        Tls(None, files["both"]),
+    ):
         assert tls.context().check_hostname
