@@ -8,7 +8,7 @@ import pytest
 from tests.checkpoints import edit_config, llama, random_model, save
 from tests.processes import CLI, run_python
 
-COMMANDS = ("demo", "serve", "submit", "generate", "bench", "verify", "ledger")
+COMMANDS = ("demo", "serve", "submit", "generate", "bench", "verify", "ledger", "journal")
 OPTIONS = {
     "demo": ("--model", "--rows", "--precision", "--backend", "--threads"),
     "serve": (
@@ -26,6 +26,7 @@ OPTIONS = {
         *("--backend", "--threads"),
     ),
     "ledger": ("--model", "--rows", "--json"),
+    "journal": ("list", "show", "requeue", "export", "prune", "check"),
 }
 
 

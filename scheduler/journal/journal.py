@@ -1,0 +1,160 @@
+"""The journal for an event loop: it never blocks the loop, and many events share one commit."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, Self, TypeVar
+
+from drumline.scheduler.journal.errors import JournalError
+from drumline.scheduler.journal.records import AcceptedJob, JournaledJob, Progress, Terminal
+from drumline.scheduler.journal.store import Store
+from drumline.scheduler.journal.writer import Done, Task, Writer, answer_all
+
+T = TypeVar("T")
+PRUNE_EVERY = 1_000
+"""Jobs that finish between two prunings."""
+MAX_WAITING = 10_000
+"""Events nobody waits for that may wait for the disk; beyond, progress is not kept."""
+
+logger = logging.getLogger("drumline.journal")
+
+
+class Journal:
+    """`async with Journal(path) as journal`; entering raises `JournalError`, leaving writes what still waits.
+
+    Events that come within `window_s` of the first, at most `batch`, are one transaction. What is awaited returns when
+    it is on the disk; an event's own error reaches its caller alone, a commit's error all callers of the group. Reads
+    see what is committed.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        window_s: float = 0.02,
+        batch: int = 256,
+        max_unfinished: int = 10_000,
+        keep_s: float = 7 * 86_400,
+        keep_bytes: int = 256 * 2**20,
+        clock: Callable[[], float] = time.time,
+        on_commit: Callable[[int], None] | None = None,
+    ) -> None:
+        self.path = Path(path)
+        self.commits = 0
+        self.failure: str | None = None
+        """Why the last group, or an event in it that nobody waited for, was not written; None when all was."""
+        self._window_s, self._batch = window_s, batch
+        self._max_unfinished, self._keep_s, self._keep_bytes = max_unfinished, keep_s, keep_bytes
+        self._clock, self._on_commit = clock, on_commit
+        self._waiting = 0
+        self._finished = 0
+        self._cut_short: set[int] = set()
+        self._open = False
+
+    async def __aenter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        self._writer = Writer(self.path, self._window_s, self._batch, self._loop, self._settle)
+        await self._writer.start()
+        self._open = True
+        self._tell(self._pruning())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._open = False
+        await self._writer.close()
+
+    async def accept(self, job: AcceptedJob) -> int:
+        """Add a job; its number. Raises `DuplicateJob`, `QueueFull` (bound `journal`)."""
+        at = self._clock()
+        return await self._ask("write", lambda store: store.accept(job, at, self._max_unfinished))
+
+    async def find(self, client: str, job_id: str) -> JournaledJob | None:
+        """The job of this name."""
+        return await self._ask("read", lambda store: store.find(client, job_id))
+
+    def progress(self, number: int, progress: Progress) -> None:
+        """Add tokens that go on where those before ended; nobody waits.
+
+        When a piece is lost, so are those behind it: what is kept is always the beginning.
+        """
+        if number not in self._cut_short and progress.token_ids:
+            self._tell(lambda store: store.progress(number, progress), progress_of=number)
+
+    def restart(self, number: int, fingerprint: str) -> None:
+        """Forget the tokens of an unfinished job, whose bits depend on `fingerprint` from now on; nobody waits."""
+        self._tell(lambda store: store.restart(number, fingerprint), progress_of=number)
+
+    async def finish(self, number: int, terminal: Terminal) -> None:
+        """Give a job its outcome. Raises `JobFinished` for one that has another, `UnknownJob`."""
+        at = self._clock()
+        await self._ask("write", lambda store: store.finish(number, terminal, at))
+        self._cut_short.discard(number)
+        self._finished += 1
+        if self._finished % PRUNE_EVERY == 0:
+            self._tell(self._pruning())
+
+    def published(self, number: int) -> None:
+        """The broker has confirmed the terminal message; nobody waits."""
+        at = self._clock()
+        self._tell(lambda store: store.published(number, at))
+
+    async def unfinished(self, after_number: int = 0, limit: int = 1_000) -> list[JournaledJob]:
+        """Jobs without an outcome, with their progress, in order of acceptance, from behind `after_number`."""
+        return await self._ask("read", lambda store: store.unfinished(after_number, limit))
+
+    async def unpublished(self, after_number: int = 0, limit: int = 1_000) -> list[JournaledJob]:
+        """Jobs whose outcome the broker has not confirmed, likewise."""
+        return await self._ask("read", lambda store: store.unpublished(after_number, limit))
+
+    async def prune(self) -> int:
+        """Delete published jobs that are older or larger than is kept; how many. Also done by itself."""
+        return await self._ask("write", self._pruning())
+
+    async def flush(self) -> None:
+        """Return when all that was told before is on the disk. Ends the group; raises its error."""
+        await self._ask("flush", lambda store: None)
+
+    def _pruning(self) -> Callable[[Store], int]:
+        finished_before = self._clock() - self._keep_s
+        return lambda store: store.prune(finished_before, self._keep_bytes)
+
+    async def _ask(self, kind: Literal["read", "write", "flush"], do: Callable[[Store], T]) -> T:
+        self._check_open()
+        answer: asyncio.Future[T] = self._loop.create_future()
+        self._writer.put(Task(kind, do, answer))
+        return await answer
+
+    def _tell(self, do: Callable[[Store], object], progress_of: int | None = None) -> None:
+        self._check_open()
+        task = Task("write", do, progress_of=progress_of)
+        if self._waiting >= MAX_WAITING:
+            error = JournalError(self.path, f"{MAX_WAITING} events wait to be written, no more are kept")
+            self._note([Done(task, error=error)])
+            return
+        self._waiting += 1
+        self._writer.put(task)
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise JournalError(self.path, "is closed")
+
+    def _settle(self, done: list[Done], written: bool) -> None:
+        """On the loop: tell callers what became of a group."""
+        if written:
+            self.commits += 1
+            if self._on_commit is not None:
+                self._on_commit(len(done))
+        self._waiting -= sum(each.task.answer is None for each in done)
+        self._note([each for each in done if each.error is not None and (not written or each.task.answer is None)])
+        answer_all(done)
+
+    def _note(self, lost: list[Done]) -> None:
+        """Say once that writing fails, and once that it is over."""
+        self._cut_short.update(each.task.progress_of for each in lost if each.task.progress_of is not None)
+        if lost and self.failure is None:
+            logger.error("not written: %s", lost[0].error)
+        elif not lost and self.failure is not None:
+            logger.info("journal %s: written again", self.path)
+        self.failure = str(lost[0].error) if lost else None
