@@ -28,7 +28,7 @@ def job(number: int) -> AcceptedJob:
 async def accepted_per_s(path: Path, callers: int, jobs: int) -> dict[str, Any]:
     """Each caller waits for one job's commit before it brings the next."""
     numbers = iter(range(jobs))
-    waits = []
+    waits: list[float] = []
 
     async def call() -> None:
         for number in numbers:

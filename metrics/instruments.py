@@ -17,7 +17,9 @@ from prometheus_client.registry import Collector
 
 Priority = Literal["low", "normal", "high"]
 Outcome = Literal["completed", "cancelled", "expired", "failed", "rejected"]
-RejectReason = Literal["invalid", "queue_full", "draining", "failed", "duplicate_id", "too_large", "unparsable"]
+RejectReason = Literal[
+    "invalid", "queue_full", "draining", "failed", "duplicate_id", "too_large", "unparsable", "quota", "journal"
+]
 Phase = Literal["plan", "forward", "sample", "commit"]
 Direction = Literal["in", "out"]
 MessageKind = Literal["submit", "cancel", "get", "state", "chunk", "result", "status", "dead"]

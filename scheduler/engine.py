@@ -1,9 +1,11 @@
 """What the MQTT edge (and later the journal) needs of a scheduler, so that a remote engine can stand in for it."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from drumline.model.stop_reason import StopReason
+from drumline.scheduler.progress import Progress
 from drumline.scheduler.request import Chunk, Request, Result
 
 
@@ -64,14 +66,22 @@ class Job(Protocol):
 class Engine(Protocol):
     """Takes requests and runs them."""
 
-    async def submit(self, request: Request, *, wait: bool = True) -> Job:
-        """Accept, waiting for room in the queue unless `wait` is False, when a full one raises `QueueFull`.
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all that bits depend on besides the request."""
 
-        Raises `InvalidRequest`, `SchedulerClosed`. Unlike `submit_nowait` it never holds the event loop up.
+    async def check(self, request: Request) -> Request:
+        """The request with its seed; raises `InvalidRequest` for one that could never run."""
+
+    async def submit(self, request: Request, *, wait: bool = True, progress: Sequence[Progress] = ()) -> Job:
+        """Accept, and go on behind `progress`. Waits for room in the queue, unless `wait` is False: then a full one
+        raises `QueueFull`.
+
+        Raises `InvalidRequest`, `SchedulerClosed`, `EngineFailed`.
         """
 
-    def submit_nowait(self, request: Request) -> Job:
-        """Accept at once or raise `QueueFull`, `InvalidRequest`, `SchedulerClosed`."""
+    async def settle(self, request: Request, reason: StopReason, progress: Sequence[Progress] = ()) -> Result:
+        """The result of a request that ends for this reason without having run (any further)."""
 
     async def drain(self, timeout: float | None = None) -> None:
         """Take no more, finish what runs and waits; at the timeout the rest ends `cancelled`."""

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TextIO
 import typer
 
 from drumline.scheduler.cli import options
-from drumline.scheduler.journal.errors import UnknownJob
+from drumline.scheduler.journal.errors import JournalCorrupt, UnknownJob
 from drumline.scheduler.journal.integrity import problems
 from drumline.scheduler.journal.reader import Reader
 from drumline.scheduler.journal.records import JournaledJob
@@ -98,9 +98,13 @@ def prune(
 @app.command("check")
 def check(file: File) -> None:
     """Look for damage and contradictions; exit 1 where there are any."""
-    with Reader.open_read_only(file) as journal:
-        found = problems(journal)
-        jobs = None if found else journal.count()
+    jobs = 0
+    try:
+        with Reader.open_read_only(file) as journal:
+            found = problems(journal)
+            jobs = 0 if found else journal.count()
+    except JournalCorrupt as error:  # so damaged that it does not open
+        found = [error.reason]
     for problem in found:
         print(problem)
     if found:

@@ -12,7 +12,8 @@ from drumline.scheduler.config import VERSION, EngineSettings
 from drumline.scheduler.mqtt.address import BrokerAddress
 from drumline.scheduler.mqtt.broker import EmbeddedBroker
 from drumline.scheduler.mqtt.connection import ProtocolLevel
-from drumline.scheduler.mqtt.gateway import Gateway, GatewayOptions
+from drumline.scheduler.mqtt.gateway import Gateway
+from drumline.scheduler.mqtt.options import GatewayOptions
 from drumline.scheduler.mqtt.topics import Topics
 from drumline.scheduler.scheduler import Scheduler
 

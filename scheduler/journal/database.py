@@ -8,7 +8,7 @@ from typing import Self
 
 from drumline.scheduler.journal.errors import JournalError, JournalReplaced, typed
 from drumline.scheduler.journal.lock import Lock
-from drumline.scheduler.journal.schema import open_for_reading, open_for_writing
+from drumline.scheduler.journal.schema import open_for_reading, open_for_writing, open_in_memory
 
 _OF_THE_EVENT = (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.InterfaceError, sqlite3.DataError)
 """What one event did wrong; every other error of SQLite is the journal's, and ends the transaction."""
@@ -25,8 +25,10 @@ class Database:
         self._opened = {file: _identity(file) for file in files}
 
     @classmethod
-    def open(cls, path: Path) -> Self:
-        """Open or create for writing, alone; raises `JournalHeld` while another does."""
+    def open(cls, path: Path | None) -> Self:
+        """Open or create for writing, alone; raises `JournalHeld` while another does. None: in memory."""
+        if path is None:
+            return cls(Path(":memory:"), open_in_memory(), None)
         path = path.resolve()  # two links to one journal share its lock
         lock = Lock(path)
         try:

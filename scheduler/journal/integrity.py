@@ -18,7 +18,7 @@ def problems(journal: Reader) -> list[str]:
 
 
 def _jobs(journal: Reader) -> list[str]:
-    found = []
+    found: list[str] = []
     for number, state, status, has_outcome, finished, published, digest_bytes, seed in journal.connection.execute(
         "SELECT number, state, status, outcome IS NOT NULL, finished_at IS NOT NULL, published_at IS NOT NULL,"
         " length(digest), seed FROM jobs ORDER BY number"

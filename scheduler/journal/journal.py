@@ -22,7 +22,8 @@ logger = logging.getLogger("drumline.journal")
 
 
 class Journal:
-    """`async with Journal(path) as journal`; entering raises `JournalError`, leaving writes what still waits.
+    """`async with Journal(path) as journal`; entering raises `JournalError`, leaving writes what still waits. None: in
+    memory, for as long as the process lives, and not `durable`.
 
     Events that come within `window_s` of the first, at most `batch`, are one transaction. What is awaited returns when
     it is on the disk; an event's own error reaches its caller alone, a commit's error all callers of the group. Reads
@@ -31,7 +32,7 @@ class Journal:
 
     def __init__(
         self,
-        path: str | Path,
+        path: str | Path | None,
         *,
         window_s: float = 0.02,
         batch: int = 256,
@@ -41,11 +42,13 @@ class Journal:
         clock: Callable[[], float] = time.time,
         on_commit: Callable[[int], None] | None = None,
     ) -> None:
-        self.path = Path(path)
+        self.durable = path is not None
+        self.path = Path(":memory:" if path is None else path)
         self.commits = 0
         self.failure: str | None = None
         """Why the last group, or an event in it that nobody waited for, was not written; None when all was."""
-        self._window_s, self._batch = window_s, batch
+        self._window_s, self._batch = window_s if self.durable else 0.0, batch
+        self._latest = 0.0
         self._max_unfinished, self._keep_s, self._keep_bytes = max_unfinished, keep_s, keep_bytes
         self._clock, self._on_commit = clock, on_commit
         self._waiting = 0
@@ -55,8 +58,9 @@ class Journal:
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
-        self._writer = Writer(self.path, self._window_s, self._batch, self._loop, self._settle)
-        await self._writer.start()
+        path = self.path if self.durable else None
+        self._writer = Writer(path, self._window_s, self._batch, self._loop, self._settle, self.now)
+        self._latest = await self._writer.start()
         self._open = True
         self._tell(self._pruning())
         return self
@@ -65,9 +69,14 @@ class Journal:
         self._open = False
         await self._writer.close()
 
+    def now(self) -> float:
+        """Unix seconds, never less than what the journal has seen: a clock that is set back extends no deadline."""
+        self._latest = max(self._latest, self._clock())
+        return self._latest
+
     async def accept(self, job: AcceptedJob) -> int:
         """Add a job; its number. Raises `DuplicateJob`, `QueueFull` (bound `journal`)."""
-        at = self._clock()
+        at = self.now()
         return await self._ask("write", lambda store: store.accept(job, at, self._max_unfinished))
 
     async def find(self, client: str, job_id: str) -> JournaledJob | None:
@@ -88,7 +97,7 @@ class Journal:
 
     async def finish(self, number: int, terminal: Terminal) -> None:
         """Give a job its outcome. Raises `JobFinished` for one that has another, `UnknownJob`."""
-        at = self._clock()
+        at = self.now()
         await self._ask("write", lambda store: store.finish(number, terminal, at))
         self._cut_short.discard(number)
         self._finished += 1
@@ -97,7 +106,7 @@ class Journal:
 
     def published(self, number: int) -> None:
         """The broker has confirmed the terminal message; nobody waits."""
-        at = self._clock()
+        at = self.now()
         self._tell(lambda store: store.published(number, at))
 
     async def unfinished(self, after_number: int = 0, limit: int = 1_000) -> list[JournaledJob]:
@@ -117,7 +126,7 @@ class Journal:
         await self._ask("flush", lambda store: None)
 
     def _pruning(self) -> Callable[[Store], int]:
-        finished_before = self._clock() - self._keep_s
+        finished_before = self.now() - self._keep_s
         return lambda store: store.prune(finished_before, self._keep_bytes)
 
     async def _ask(self, kind: Literal["read", "write", "flush"], do: Callable[[Store], T]) -> T:
@@ -142,13 +151,13 @@ class Journal:
 
     def _settle(self, done: list[Done], written: bool) -> None:
         """On the loop: tell callers what became of a group."""
+        self._waiting -= sum(each.task.answer is None for each in done)
+        self._note([each for each in done if each.error is not None and (not written or each.task.answer is None)])
+        answer_all(done)
         if written:
             self.commits += 1
             if self._on_commit is not None:
                 self._on_commit(len(done))
-        self._waiting -= sum(each.task.answer is None for each in done)
-        self._note([each for each in done if each.error is not None and (not written or each.task.answer is None)])
-        answer_all(done)
 
     def _note(self, lost: list[Done]) -> None:
         """Say once that writing fails, and once that it is over."""

@@ -42,11 +42,13 @@ MIGRATIONS = [
         logprobs BLOB,
         PRIMARY KEY (number, choice, first_token)
     ) WITHOUT ROWID;
+    CREATE TABLE clock (latest REAL NOT NULL);
+    INSERT INTO clock VALUES (0.0);
     """,
 ]
 """Each brings the schema from version `index` to `index` + 1; what is released here is never edited, only added to."""
 
-TABLES = {"jobs", "progress"}
+TABLES = {"jobs", "progress", "clock"}
 BESIDE = ("", "-wal", "-shm")
 """The files of a database, by what is added to its name."""
 WAL_BYTES = 64 * 2**20
@@ -74,6 +76,13 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
     except sqlite3.Error as error:
         connection.close()
         raise typed(path, error) from None
+    return connection
+
+
+def open_in_memory() -> sqlite3.Connection:
+    """A journal that ends with its process."""
+    connection = sqlite3.connect(":memory:", isolation_level=None)
+    migrate(connection)
     return connection
 
 

@@ -133,6 +133,16 @@ class Store(Reader):
             (finished_before, keep_bytes),
         ).rowcount
 
+    def note(self, at: float) -> None:
+        """It was this late, Unix seconds: a clock that is set back later does not undo it."""
+        self.connection.execute("UPDATE clock SET latest = max(latest, ?)", (at,))
+
+    def last_noted(self) -> float:
+        """The latest time that was noted; 0 for a new journal."""
+        with self.reading():
+            latest: float = self.connection.execute("SELECT latest FROM clock").fetchone()[0]
+        return latest
+
     def _state(self, number: int) -> State:
         row = self.connection.execute("SELECT state FROM jobs WHERE number = ?", (number,)).fetchone()
         if row is None:

@@ -44,19 +44,25 @@ class Writer:
     """Owns the store. Tasks come by `put`; answers leave on the loop."""
 
     def __init__(
-        self, path: Path, window_s: float, batch: int, loop: asyncio.AbstractEventLoop, settle: Settle
+        self,
+        path: Path | None,
+        window_s: float,
+        batch: int,
+        loop: asyncio.AbstractEventLoop,
+        settle: Settle,
+        clock: Callable[[], float],
     ) -> None:
         self._path, self._window_s, self._batch = path, window_s, batch
-        self._loop, self._settle = loop, settle
+        self._loop, self._settle, self._clock = loop, settle, clock
         self._tasks: SimpleQueue[Task] = SimpleQueue()
 
-    async def start(self) -> None:
-        """Open the journal; raises `JournalError`."""
-        opened = self._loop.create_future()
-        opening = Task("read", lambda store: None, opened)
+    async def start(self) -> float:
+        """Open the journal; the latest time that it knows of. Raises `JournalError`."""
+        opened: asyncio.Future[float] = self._loop.create_future()
+        opening = Task("read", lambda store: store.last_noted(), opened)
         self._thread = threading.Thread(target=self._work, args=(opening,), name="drumline-journal", daemon=True)
         self._thread.start()
-        await opened
+        return await opened
 
     async def close(self) -> None:
         """Write what was put before, and close the journal."""
@@ -75,7 +81,7 @@ class Writer:
         except Exception as error:
             self._on_loop(answer_all, [Done(opened, error=error)])
             return
-        self._on_loop(answer_all, [Done(opened)])
+        self._on_loop(answer_all, [_attempt(opened, store)])
         group: list[Task] = []
         while not (group and group[-1].kind == "close"):
             group = self._gather(store)
@@ -109,6 +115,7 @@ class Writer:
         try:
             with store.transaction():
                 done = [_attempt(task, store, store.event) for task in group]
+                store.note(self._clock())
         except Exception as error:
             self._on_loop(self._settle, [Done(task, error=error) for task in group], False)
         else:

@@ -34,6 +34,7 @@ from drumline.scheduler.mqtt.connection import (
     ProtocolLevel,
     PublishRefused,
 )
+from drumline.scheduler.mqtt.parts import Joined, read_part
 from drumline.scheduler.mqtt.reconnect import Backoff, keep_connected
 from drumline.scheduler.mqtt.topics import Topics
 from drumline.scheduler.request import Chunk, Result
@@ -60,6 +61,7 @@ class RemoteJob:
         self._outcome: asyncio.Future[ResultMessage] = asyncio.get_running_loop().create_future()
         self._chunks: asyncio.Queue[Chunk | None] = asyncio.Queue()
         self._seen: dict[int, Chunk] = {}
+        self._parts = Joined()
         self._has_reader = False
         self._was_heard_of = True
 
@@ -344,7 +346,10 @@ class Client:
             case "chunk" | "chunks":
                 job._take_chunk(parse_chunk(message.payload))
             case "result":
-                job._take_result(parse_result(message.payload))
+                part = read_part(message.payload)
+                payload = message.payload if part is None else job._parts.add(part)
+                if payload is not None:
+                    job._take_result(parse_result(payload))
         return job
 
     def _lost(self, error: BrokerError) -> None:

@@ -42,7 +42,7 @@ MAX_QUOTED = 1000
 JobState = Literal["accepted", "queued", "running", "done", "unknown"]
 WorkerState = Literal["online", "draining", "offline"]
 Parsed = TypeVar("Parsed")
-ErrorCode = Literal["invalid", "queue_full", "draining", "failed", "too_large", "duplicate_id"]
+ErrorCode = Literal["invalid", "queue_full", "draining", "failed", "duplicate_id", "quota", "journal", "changed"]
 
 _chunks = TypeAdapter(Chunk)
 
@@ -151,6 +151,12 @@ class ResultMessage(Outgoing):
     timings: Timings | None
     error: ErrorMessage | None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+
+    @property
+    def properties(self) -> dict[str, str]:
+        """What the user properties of the message say."""
+        code = {} if self.error is None else {"code": self.error.code}
+        return {"status": self.status, **code}
 
 
 class WorkerStatus(Outgoing):
@@ -298,20 +304,21 @@ def shortened(text: str) -> str:
 
 def parse_state(payload: bytes) -> StateMessage:
     """Read a state; raises `EngineFailed` for what is none."""
-    return _read(StateMessage.model_validate_json, payload)
+    return parse(StateMessage.model_validate_json, payload)
 
 
 def parse_chunk(payload: bytes) -> Chunk:
     """Read a chunk; raises `EngineFailed` for what is none."""
-    return _read(_chunks.validate_json, payload)
+    return parse(_chunks.validate_json, payload)
 
 
 def parse_result(payload: bytes) -> ResultMessage:
     """Read a terminal message; raises `EngineFailed` for what is none."""
-    return _read(ResultMessage.model_validate_json, payload)
+    return parse(ResultMessage.model_validate_json, payload)
 
 
-def _read(validate: Callable[[bytes], Parsed], payload: bytes) -> Parsed:
+def parse(validate: Callable[[bytes], Parsed], payload: bytes) -> Parsed:
+    """What `validate` makes of it; raises `EngineFailed` for what a worker of ours would not send."""
     try:
         return validate(payload)
     except ValidationError as error:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Literal
 
 import aiomqtt
@@ -39,10 +40,18 @@ ABANDON_TIMEOUT_S = 0.2
 """For a connection that never stood: nobody will answer, and the socket is closed at once."""
 NO_RETAINED = SubscribeOptions.RETAIN_DO_NOT_SEND
 FAILURE_CODES = 0x80
+SESSION_TAKEN_OVER = 0x8E
 
 
 class BrokerError(DrumlineError):
-    """The broker cannot be reached, refused us, or went away."""
+    """The broker cannot be reached, refused us, or went away.
+
+    `taken_over`: somebody else connected under our client id (MQTT 5 alone tells).
+    """
+
+    def __init__(self, reason: str, taken_over: bool = False) -> None:
+        super().__init__(reason)
+        self.taken_over = taken_over
 
 
 class PublishRefused(DrumlineError):
@@ -61,6 +70,8 @@ class Message:
     correlation_data: bytes | None = None
     user_properties: tuple[tuple[str, str], ...] = ()
     message_expiry_s: int | None = None
+    packet_id: int | None = None
+    """Of a received QoS 1 message, for its acknowledgement."""
 
     @property
     def uses_v5(self) -> bool:
@@ -77,7 +88,11 @@ class Message:
 
 @dataclass(frozen=True)
 class ConnectOptions:
-    """How to connect. With `session_expiry_s` > 0 the broker keeps our subscriptions and messages while we are away."""
+    """How to connect. With `session_expiry_s` > 0 the broker keeps our subscriptions and messages while we are away.
+
+    With `receive_maximum` the broker sends at most so many messages at QoS 1 ahead of their acknowledgement, which is
+    then ours to send (`Connection.acknowledge`).
+    """
 
     address: BrokerAddress
     client_id: str
@@ -85,6 +100,7 @@ class ConnectOptions:
     will: Message | None = None
     keepalive_s: int = 30
     session_expiry_s: int = 0
+    receive_maximum: int | None = None
 
 
 class Connection:
@@ -100,6 +116,7 @@ class Connection:
         self._clock = clock
         self._refusals = _Refusals(client)
         self._unconfirmed = asyncio.Semaphore(MAX_UNCONFIRMED)
+        self._unacknowledged: dict[int, bool] = {}  # whether we are done with them, as they came
 
     async def subscribe(self, *filters: str, retained: bool = False) -> None:
         """Subscribe at QoS 1. Without `retained`, an MQTT 5 broker is asked not to send retained messages at all."""
@@ -117,6 +134,23 @@ class Connection:
                 raise BrokerError(f"the broker refuses a subscription to {name}: {code}")
         if self.subscribed_at is None:
             self.subscribed_at = self._clock()
+
+    async def unsubscribe(self, *filters: str) -> None:
+        """The broker keeps nothing for us any more that matches these."""
+        with _typed_errors("filter"), _cancellation_kept():
+            await self._client.unsubscribe(list(filters), timeout=ANSWER_TIMEOUT_S)
+
+    def acknowledge(self, message: Message) -> None:
+        """Tell the broker that it need not send this message again, once all before it were acknowledged: MQTT wants
+        them in order. On a lost connection nothing happens, and it will.
+
+        Private: paho's `ack`, behind aiomqtt. (A test pins it.)
+        """
+        if message.packet_id is not None and message.packet_id in self._unacknowledged:
+            self._unacknowledged[message.packet_id] = True
+        for packet_id in list(takewhile(self._unacknowledged.__getitem__, self._unacknowledged)):
+            del self._unacknowledged[packet_id]
+            self._client._client.ack(packet_id, 1)
 
     async def publish(self, message: Message) -> None:
         """Hand over one message: QoS 0 returns when it was written to the socket, QoS 1 when the broker confirmed it.
@@ -143,12 +177,16 @@ class Connection:
         """Messages as they come, without an end; to be read by one task for as long as the connection lives."""
         with _typed_errors("message"):
             async for message in self._client.messages:
+                received: Message | None
                 try:
                     received = _received(message)
                 except ValueError:
                     logger.exception("a message that cannot be decoded was ignored")
-                    continue
-                yield received
+                    received = None
+                if message.qos == 1:
+                    self._unacknowledged[message.mid] = received is None
+                if received is not None:
+                    yield received
 
 
 class _Refusals:
@@ -197,9 +235,19 @@ def _typed_errors(field: str) -> Iterator[None]:
     try:
         yield
     except (aiomqtt.MqttError, OSError) as error:
-        raise BrokerError(str(error) or type(error).__name__) from error
+        raise BrokerError(str(error) or type(error).__name__, _taken_over(error)) from error
     except ValueError as error:
         raise InvalidRequest(field, str(error)) from error
+
+
+def _taken_over(error: BaseException | None) -> bool:
+    """Whether the broker's last word was that another connection has our session."""
+    while error is not None:
+        code = getattr(error, "rc", None)
+        if isinstance(code, ReasonCode) and code.value == SESSION_TAKEN_OVER:
+            return True
+        error = error.__cause__
+    return False
 
 
 @contextmanager
@@ -230,9 +278,12 @@ def _client(options: ConnectOptions) -> aiomqtt.Client:
     persistent = options.session_expiry_s > 0
     will = options.will
     properties = None
-    if options.protocol == 5 and persistent:
+    if options.protocol == 5:
         properties = Properties(PacketTypes.CONNECT)  # type: ignore[no-untyped-call]
-        properties.SessionExpiryInterval = options.session_expiry_s
+        if persistent:
+            properties.SessionExpiryInterval = options.session_expiry_s
+        if options.receive_maximum is not None:
+            properties.ReceiveMaximum = options.receive_maximum
     client = aiomqtt.Client(
         hostname=options.address.host,
         port=options.address.port,
@@ -252,6 +303,7 @@ def _client(options: ConnectOptions) -> aiomqtt.Client:
         socket_options=[(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)],
     )
     client.pending_calls_threshold = MAX_UNCONFIRMED + 2
+    client._client.manual_ack_set(options.receive_maximum is not None)
     _tell_early_end(client, encrypted=options.address.tls is not None)
     return client
 
@@ -336,4 +388,5 @@ def _received(message: aiomqtt.Message) -> Message:
         correlation_data=getattr(properties, "CorrelationData", None),
         user_properties=tuple((str(key), str(value)) for key, value in getattr(properties, "UserProperty", ())),
         message_expiry_s=getattr(properties, "MessageExpiryInterval", None),
+        packet_id=message.mid,
     )

@@ -14,8 +14,21 @@ MAX_COALESCED_TOKENS = 1024
 TOKEN_BYTES = 40
 """About what a token takes in a chunk, for the bound on what waits."""
 
-Instead = Callable[[str], Message | None]
-"""Makes the small message that is sent instead of one that the broker does not take, from the reason for it."""
+Smaller = Callable[[], "list[tuple[Message, Smaller]]"]
+"""The same in smaller messages, for a broker that does not take one; none where it cannot be made smaller."""
+
+
+def after(count: int, then: Callable[[], None] | None) -> Callable[[], None] | None:
+    """Calls `then` when it has been called so many times."""
+    left = count
+
+    def one() -> None:
+        nonlocal left
+        left -= 1
+        if left == 0 and then is not None:
+            then()
+
+    return None if then is None else one
 
 
 class Addressed(Protocol):
@@ -42,12 +55,23 @@ class Waiting:
 
 
 class Ready(Waiting):
-    """A message; a newer one may take its place."""
+    """A message; a newer one may take its place.
 
-    def __init__(self, kind: MessageKind, message: Message, key: Hashable = None, instead: Instead | None = None):
+    `confirmed` is called when the broker has it, or when it is known that it never will.
+    """
+
+    def __init__(
+        self,
+        kind: MessageKind,
+        message: Message,
+        key: Hashable = None,
+        smaller: Smaller | None = None,
+        confirmed: Callable[[], None] | None = None,
+    ) -> None:
         super().__init__(kind, key)
         self._message = message
-        self._instead = instead
+        self._smaller = smaller
+        self.confirmed = confirmed
 
     @property
     def lasting(self) -> bool:
@@ -63,15 +87,11 @@ class Ready(Waiting):
         """Say something newer instead."""
         self._message = message
 
-    def shrink(self, reason: str) -> bool:
-        """Become the small message that says `reason`, where there is one; this can be done once."""
-        make, self._instead = self._instead, None
-        message = None if make is None else make(reason)
-        if message is None:
-            return False
-        self._message = message
-        self.losses = 0
-        return True
+    def divided(self) -> "list[Ready]":
+        """The same in smaller messages; none where there are none."""
+        pieces = [] if self._smaller is None else self._smaller()
+        confirmed = after(len(pieces), self.confirmed)
+        return [Ready(self.kind, message, None, smaller, confirmed) for message, smaller in pieces]
 
     def message(self) -> Message:
         """What to publish."""

@@ -8,52 +8,39 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from drumline.metrics.instruments import MessageKind
-from drumline.model.errors import InvalidRequest
+from drumline.model.errors import EngineFailed, InvalidRequest
 from drumline.scheduler.engine import Engine
+from drumline.scheduler.journal.journal import Journal
 from drumline.scheduler.mqtt.address import BrokerAddress
+from drumline.scheduler.mqtt.answers import Answers
 from drumline.scheduler.mqtt.codec import WorkerState, WorkerStatus
 from drumline.scheduler.mqtt.connection import (
     BrokerError,
     Connection,
     ConnectOptions,
     Message,
-    ProtocolLevel,
     PublishRefused,
 )
-from drumline.scheduler.mqtt.jobs import Jobs, Limits
+from drumline.scheduler.mqtt.handlers import MAX_PENDING, Handlers
+from drumline.scheduler.mqtt.jobs import Clocks, Jobs
+from drumline.scheduler.mqtt.options import GatewayOptions
 from drumline.scheduler.mqtt.outbox import Observer, Outbox
+from drumline.scheduler.mqtt.quotas import Usage
 from drumline.scheduler.mqtt.reconnect import Backoff, keep_connected
 from drumline.scheduler.mqtt.topics import NAME, Topics
 
 logger = logging.getLogger("drumline.mqtt")
 
 FAREWELL_TIMEOUT_S = 2.0
-
-
-@dataclass(frozen=True)
-class GatewayOptions:
-    """Settings of the edge; times in seconds.
-
-    `reply_prefixes` are allowed for response topics beside the client's own subtree; `session_expiry_s` is how long the
-    broker keeps jobs for us while we are away.
-    """
-
-    protocol: ProtocolLevel = 5
-    limits: Limits = field(default_factory=Limits)
-    reply_prefixes: tuple[str, ...] = ()
-    keepalive_s: int = 30
-    session_expiry_s: int = 3600
-    refresh_s: float = 0.5
-    status_s: float = 5.0
-    drain_s: float = 30.0
-    flush_s: float = 10.0
+REMEMBERED_BYTES = 64 * 2**20
+"""Bodies and answers of ended jobs that a worker without a journal keeps for those who ask again."""
 
 
 class Gateway:
@@ -68,6 +55,7 @@ class Gateway:
         engine: Engine,
         broker: BrokerAddress,
         *,
+        journal: Journal | None = None,
         worker: str = "main",
         model: str | None = None,
         version: str = "",
@@ -80,6 +68,7 @@ class Gateway:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._engine = engine
+        self._journal = journal
         self._broker = broker
         self._worker = worker
         self._model = engine.statistics().model if model is None else model
@@ -91,12 +80,15 @@ class Gateway:
         self._backoff = backoff
         self._sleep = sleep
         self._clock = clock
+        self._wall_clock = wall_clock
         self._started_at = round(wall_clock(), 3)
         self._state: WorkerState = "online"
         self._told: WorkerStatus | None = None
         self._told_at = clock()
         self._up: set[str] = set()
         self._outbox = Outbox(self._topics, observer)
+        self._link: Connection | None = None
+        self._waiting: Callable[[], int] = int
         self._ready = asyncio.Event()
         self._stopping = asyncio.Event()
         self._ended = asyncio.Event()
@@ -165,24 +157,17 @@ class Gateway:
         """Serve until stopped or cancelled. A lost broker is no reason to end: it is looked for until it is back."""
         self._begun = True
         try:
-            async with asyncio.TaskGroup() as tasks:
-                jobs = Jobs(
-                    self._engine,
-                    self._topics,
-                    self._outbox,
-                    tasks.create_task,
-                    self._options.limits,
-                    self._options.reply_prefixes,
-                    self._observer,
-                    self._clock,
-                )
+            async with self._opened_journal() as journal, asyncio.TaskGroup() as tasks:
+                jobs, handlers = self._parts(journal, tasks.create_task)
+                await jobs.restore()
                 serving = [
-                    tasks.create_task(self._keep("jobs", lambda link: self._serve_jobs(link, jobs))),
-                    tasks.create_task(self._keep("control", lambda link: self._serve_control(link, jobs))),
+                    tasks.create_task(self._keep("jobs", lambda link: self._serve_jobs(link, handlers))),
+                    tasks.create_task(self._keep("control", lambda link: self._serve_control(link, handlers))),
                     tasks.create_task(self._refresh(jobs)),
+                    tasks.create_task(self._save(jobs)),
                 ]
                 await self._stopping.wait()
-                await self._wind_down(jobs)
+                await self._wind_down(jobs, handlers)
                 for task in serving:
                     task.cancel()
         except Exception as error:
@@ -191,13 +176,55 @@ class Gateway:
         finally:
             self._ended.set()
 
-    async def _wind_down(self, jobs: Jobs) -> None:
-        """Drain the engine and deliver its last results."""
+    @asynccontextmanager
+    async def _opened_journal(self) -> AsyncIterator[Journal]:
+        """The one that we were given, or one in memory."""
+        if self._journal is not None:
+            yield self._journal
+            return
+        async with Journal(None, keep_bytes=REMEMBERED_BYTES, clock=self._wall_clock) as journal:
+            yield journal
+
+    def _parts(self, journal: Journal, spawn: Callable[[Coroutine[Any, Any, None]], object]) -> tuple[Jobs, Handlers]:
+        options = self._options
+        answers = Answers(self._outbox, options.limits.result_bytes)
+        usage = Usage(options.quotas, self._clock)
+        jobs = Jobs(
+            self._engine,
+            journal,
+            self._topics,
+            answers,
+            usage,
+            spawn,
+            Clocks(self._clock, journal.now, self._sleep),
+            options.on_change,
+        )
+        handlers = Handlers(
+            self._engine,
+            journal,
+            jobs,
+            self._topics,
+            self._outbox,
+            answers,
+            usage,
+            spawn,
+            options.limits.submit_bytes,
+            options.reply_prefixes,
+            self._observer,
+            self._clock,
+        )
+        self._waiting = lambda: jobs.waiting
+        return jobs, handlers
+
+    async def _wind_down(self, jobs: Jobs, handlers: Handlers) -> None:
+        """Finish what the time allows, and deliver it. What is sent meanwhile waits at the broker, unless we retire."""
         self._state = "draining"
-        jobs.draining = True
+        handlers.draining = True
         self._tell_status()
-        await self._engine.drain(None if math.isinf(self._drain_s) else self._drain_s)
-        await jobs.idle()
+        if self._options.retire and self._link is not None:
+            with suppress(BrokerError):
+                await self._link.unsubscribe(self._topics.submit_filter)
+        await jobs.drain(None if math.isinf(self._drain_s) else self._drain_s)
         try:
             async with asyncio.timeout(self._options.flush_s):
                 await self._outbox.flushed()
@@ -212,20 +239,25 @@ class Gateway:
             will=self._status_message("offline") if name == "jobs" else None,
             keepalive_s=self._options.keepalive_s,
             session_expiry_s=self._options.session_expiry_s if name == "jobs" else 0,
+            receive_maximum=MAX_PENDING if name == "jobs" else None,
         )
 
         def lost(error: BrokerError) -> None:
+            if error.taken_over:
+                raise EngineFailed(f"another worker named {self._worker} took over the {name} connection")
             logger.warning("%s connection: %s", name, error)
 
         await keep_connected(options, session, self._backoff(), lost)
 
-    async def _serve_jobs(self, connection: Connection, jobs: Jobs) -> None:
-        await connection.subscribe(self._topics.submit_filter)
+    async def _serve_jobs(self, connection: Connection, handlers: Handlers) -> None:
+        if not (self._stopping.is_set() and self._options.retire):
+            await connection.subscribe(self._topics.submit_filter)
+        self._link = connection
         self._tell_status()
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._outbox.send(connection))
-                tasks.create_task(self._read(connection, jobs, self._room))
+                tasks.create_task(self._read(connection, handlers, self._room))
                 self._note_link("jobs", True)
         except asyncio.CancelledError:
             # A clean disconnect takes the will back, so nobody else says that we are gone.
@@ -236,49 +268,55 @@ class Gateway:
         finally:
             self._note_link("jobs", False)
 
-    async def _serve_control(self, connection: Connection, jobs: Jobs) -> None:
+    async def _serve_control(self, connection: Connection, handlers: Handlers) -> None:
         await connection.subscribe(*self._topics.control_filters)
         self._note_link("control", True)
         try:
-            await self._read(connection, jobs, self._no_wait)
+            await self._read(connection, handlers, self._no_wait)
         finally:
             self._note_link("control", False)
 
-    async def _room(self, jobs: Jobs) -> None:
+    async def _room(self, handlers: Handlers) -> None:
         """New jobs wait at the broker until there is room for what they will make."""
         await self._outbox.room()
-        await jobs.room()
+        await handlers.room()
 
-    async def _no_wait(self, jobs: Jobs) -> None:
+    async def _no_wait(self, handlers: Handlers) -> None:
         """A cancel is never held up."""
 
-    async def _read(self, connection: Connection, jobs: Jobs, room: Callable[[Jobs], Awaitable[None]]) -> None:
+    async def _read(
+        self, connection: Connection, handlers: Handlers, room: Callable[[Handlers], Awaitable[None]]
+    ) -> None:
         """The one reader of a connection: no message may end it."""
         async for message in connection.messages():
-            await room(jobs)
+            await room(handlers)
+            acknowledge = partial(connection.acknowledge, message)
             # The broker replays a retained message to each new subscription: a job would be run again for ever.
             if message.retain:
+                acknowledge()
                 continue
             try:
-                self._handle(message, jobs)
+                self._handle(message, handlers, acknowledge)
             except Exception as error:
                 logger.exception("a message on %s could not be handled", message.topic)
                 self._outbox.bury(message, None, None, "internal", error)
+                acknowledge()
 
-    def _handle(self, message: Message, jobs: Jobs) -> None:
+    def _handle(self, message: Message, handlers: Handlers, acknowledge: Callable[[], None]) -> None:
         match self._topics.parse(message.topic):
             case (client, "submit", None):
                 self._count("submit")
-                jobs.submit(message, client)
+                handlers.submit(message, client, acknowledge)
             case (client, "cancel", str(job_id)):
                 self._count("cancel")
-                jobs.cancel(message, client, job_id)
+                handlers.cancel(message, client, job_id)
             case (client, "get", str(job_id)):
                 self._count("get")
-                jobs.get(message, client, job_id)
+                handlers.get(message, client, job_id)
             case _:
                 error = InvalidRequest("topic", f"client and job id must match {NAME.pattern}")
                 self._outbox.bury(message, None, None, "invalid", error)
+                acknowledge()
 
     def _count(self, kind: MessageKind) -> None:
         if self._observer is not None:
@@ -291,6 +329,11 @@ class Gateway:
             stale = self._clock() - self._told_at >= self._options.status_s
             if stale or self._status(self._state) != self._told:
                 self._tell_status()
+
+    async def _save(self, jobs: Jobs) -> None:
+        while True:
+            await self._sleep(self._options.progress_s)
+            jobs.save()
 
     def _tell_status(self) -> None:
         self._told = self._status(self._state)
@@ -305,7 +348,7 @@ class Gateway:
         return WorkerStatus(
             worker=self._worker,
             status=state,
-            queue_depth=statistics.queued,
+            queue_depth=statistics.queued + self._waiting(),
             rows_live=statistics.live,
             rows=statistics.rows,
             model=self._model,

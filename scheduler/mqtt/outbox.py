@@ -2,21 +2,21 @@
 
 Everything stays here until it was handed over (QoS 0) or the broker has confirmed it (QoS 1), and goes out again in its
 old place when the connection is lost first. A message may itself be what the broker drops us for: those that were on
-their way at a loss go one at a time afterwards, and one that costs the connection again and again gives way to a small
-one that says so.
+their way at a loss go one at a time afterwards, and one that costs the connection again and again is cut into
+smaller ones.
 """
 
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Protocol
 
 from drumline.metrics.instruments import Direction, MessageKind, RejectReason
 from drumline.model.errors import DrumlineError, InvalidRequest
 from drumline.scheduler.mqtt.codec import DeadMessage, shortened
 from drumline.scheduler.mqtt.connection import MAX_UNCONFIRMED, Connection, Message, PublishRefused
-from drumline.scheduler.mqtt.entries import Addressed, Entry, Growing, Instead, Ready
+from drumline.scheduler.mqtt.entries import Addressed, Entry, Growing, Ready, Smaller
 from drumline.scheduler.mqtt.topics import Topics
 from drumline.scheduler.request import Chunk
 
@@ -88,12 +88,14 @@ class Outbox:
         message: Message,
         key: Hashable = None,
         *,
-        instead: Instead | None = None,
+        smaller: Smaller | None = None,
+        confirmed: Callable[[], None] | None = None,
         at_end: bool = False,
     ) -> None:
         """Queue a message; with a `key`, in the place of the one that waits under it, or, `at_end`, after everything.
 
-        `instead` makes the message that is sent in its stead when it costs the connection again and again.
+        `smaller` makes the messages that are sent in its stead when it costs the connection again and again;
+        `confirmed` is called when the broker has all of it, or when it is known that it never will.
         """
         if message.qos == 0 and not self.has_room:
             return
@@ -106,7 +108,7 @@ class Outbox:
             self._count_bytes(waiting, waiting.size_bytes)
             self._note_change()
         else:
-            self._append(Ready(kind, message, key, instead))
+            self._append(Ready(kind, message, key, smaller, confirmed))
 
     def put_chunk(self, reply: Addressed, chunk: Chunk, key: Hashable) -> None:
         """Queue a chunk, or add it to the one under `key` that still waits for the socket."""
@@ -170,6 +172,8 @@ class Outbox:
         del self._on_their_way[entry.number]
         self._count_bytes(entry, 0)
         self._note_change()
+        if isinstance(entry, Ready) and entry.confirmed is not None:
+            entry.confirmed()
 
     def _check_size(self, entry: Entry, message: Message) -> None:
         """The size of a result is checked by whoever puts it here, who can say something smaller."""
@@ -235,12 +239,23 @@ class Outbox:
         if entry.losses < MAX_LOSSES:
             return
         error = InvalidRequest("message", f"of {message.size_bytes} bytes cost the connection {MAX_LOSSES} times")
-        if isinstance(entry, Ready) and entry.shrink(f"the broker does not take it: {error.limit}"):
-            logger.error("a %s message to %s: %s", entry.kind, shortened(message.topic), error.limit)
-            self._count_bytes(entry, entry.size_bytes)
+        self._remove(entry)
+        pieces = entry.divided() if isinstance(entry, Ready) else []
+        for piece in reversed(pieces):
+            self._append(piece)
+            self._waiting.move_to_end(piece.number, last=False)
+        if pieces:
+            logger.warning(
+                "a %s message to %s: %s, it goes in %d parts",
+                entry.kind,
+                shortened(message.topic),
+                error.limit,
+                len(pieces),
+            )
         else:
-            self._remove(entry)
             self._give_up(entry, message, error)
+            if isinstance(entry, Ready) and entry.confirmed is not None:
+                entry.confirmed()
 
     def _count_bytes(self, entry: Entry, size_bytes: int) -> None:
         self._bytes += size_bytes - entry.counted_bytes

@@ -1,8 +1,10 @@
 """Where the answers to a message go."""
 
+import json
+from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Self, cast
 
 from drumline.scheduler.mqtt.codec import with_correlation
 from drumline.scheduler.mqtt.connection import Message
@@ -26,6 +28,24 @@ class Reply:
     correlation_data: bytes | None = None
     correlation_text: str | None = None
     with_properties: bool = False
+
+    def encode(self) -> bytes:
+        """JSON, for the journal; `decode` reads it."""
+        data = self.correlation_data
+        document = {
+            "response_topic": self.response_topic,
+            "correlation_data": None if data is None else b64encode(data).decode(),
+            "correlation_text": self.correlation_text,
+            "with_properties": self.with_properties,
+        }
+        return json.dumps(document).encode()
+
+    @classmethod
+    def decode(cls, topics: Topics, client: str, job_id: str, payload: bytes) -> Self:
+        """The reply of a job in the journal."""
+        document = json.loads(payload)
+        data = document.pop("correlation_data")
+        return cls(topics, client, job_id, correlation_data=None if data is None else b64decode(data), **document)
 
     def message(
         self, kind: str, payload: bytes, qos: int = 1, properties: Mapping[str, str] = NO_PROPERTIES

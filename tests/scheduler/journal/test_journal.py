@@ -258,6 +258,9 @@ def test_what_was_said_to_be_accepted_survives_a_kill(path: Path, monkeypatch):
         child.send_signal(signal.SIGKILL)
         rest = child.stdout.read().splitlines()
     said += [tuple(line.split()) for line in rest]
+    with Reader.open_read_only(path) as reader:  # what the killed one left can be looked at before a worker mends it
+        assert problems(reader) == []
+        assert reader.count() >= len([what for what, _ in said if what == "accepted"])
     asyncio.run(_all_there(path, said))
 
 

@@ -19,7 +19,8 @@ from drumline.scheduler.mqtt.connection import (
     ProtocolLevel,
     connect,
 )
-from drumline.scheduler.mqtt.gateway import Gateway, GatewayOptions
+from drumline.scheduler.mqtt.gateway import Gateway
+from drumline.scheduler.mqtt.options import GatewayOptions
 from drumline.scheduler.mqtt.reconnect import Backoff
 from drumline.scheduler.mqtt.topics import Topics
 from tests.drive import Gate, generate
@@ -102,9 +103,9 @@ class HeldScheduler:
         self._gate = gate
         self.jobs: list[GenerationJob] = []
 
-    async def submit(self, request: Request, *, wait: bool = True) -> GenerationJob:
+    async def submit(self, request: Request, **options: Any) -> GenerationJob:
         held = request.model_copy(update={"processors": (self._gate,)})
-        self.jobs.append(await self._scheduler.submit(held, wait=wait))
+        self.jobs.append(await self._scheduler.submit(held, **options))
         return self.jobs[-1]
 
     def __getattr__(self, name: str) -> Any:

@@ -9,8 +9,8 @@ import pytest
 from drumline import InvalidRequest, Scheduler
 from drumline.scheduler.mqtt.address import BrokerAddress
 from drumline.scheduler.mqtt.broker import EmbeddedBroker
-from drumline.scheduler.mqtt.gateway import Gateway, GatewayOptions
-from drumline.scheduler.mqtt.jobs import Limits
+from drumline.scheduler.mqtt.gateway import Gateway
+from drumline.scheduler.mqtt.options import GatewayOptions, Limits
 from drumline.scheduler.mqtt.topics import Topics
 from tests.drive import Gate
 from tests.scheduler.mqtt.support import BODY, MODEL, RESULT_KEYS, Counts, address, device, expected_ids, serving

@@ -8,12 +8,11 @@ from collections.abc import Callable
 import pytest
 
 from drumline import Request, Scheduler
+from drumline.scheduler.admission import LONG_TEXT
 from drumline.scheduler.mqtt.broker import EmbeddedBroker
 from drumline.scheduler.mqtt.connection import Message
-from drumline.scheduler.mqtt.gateway import GatewayOptions
-from drumline.scheduler.mqtt.jobs import Limits
+from drumline.scheduler.mqtt.options import GatewayOptions, Limits
 from drumline.scheduler.mqtt.topics import Topics
-from drumline.scheduler.scheduler import LONG_TEXT
 from tests.drive import Gate
 from tests.scheduler.mqtt.support import BODY, Counts, address, device, expected_ids, serving
 

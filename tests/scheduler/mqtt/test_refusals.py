@@ -7,7 +7,7 @@ import pytest
 from drumline import Request, Scheduler
 from drumline.scheduler.job import GenerationJob
 from drumline.scheduler.mqtt.broker import EmbeddedBroker
-from drumline.scheduler.mqtt.gateway import GatewayOptions
+from drumline.scheduler.mqtt.options import GatewayOptions
 from drumline.scheduler.mqtt.topics import Topics
 from tests.drive import Gate
 from tests.scheduler.mqtt.support import BODY, RESULT_KEYS, Counts, address, device, expected_ids, serving
