@@ -14,6 +14,8 @@ from drumline.scheduler.cli import options
 from drumline.scheduler.cli.loop import on_signals, run_loop
 from drumline.scheduler.cli.worker import Worker, WorkerSettings, run_worker
 from drumline.scheduler.config import DRAFT_TOKENS, EngineSettings
+from drumline.scheduler.mqtt.home_assistant import DEFAULT_DISCOVERY_PREFIX
+from drumline.scheduler.mqtt.topics import Topics
 
 Metrics = Annotated[str, typer.Option("--metrics", help="HOST:PORT of /metrics, /healthz and /readyz.")]
 DEFAULT_METRICS = "127.0.0.1:9464"
@@ -46,6 +48,12 @@ def serve(
     tls_cert: options.TlsCert = None,
     tls_key: options.TlsKey = None,
     password_file: options.PasswordFile = None,
+    home_assistant: Annotated[
+        bool, typer.Option("--home-assistant", help="Announce the worker to Home Assistant (MQTT discovery).")
+    ] = False,
+    home_assistant_prefix: Annotated[
+        str, typer.Option(help="Home Assistant's discovery prefix.")
+    ] = DEFAULT_DISCOVERY_PREFIX,
     verbose: Annotated[bool, typer.Option("--verbose", help="Log every refusal and reconnection.")] = False,
 ) -> None:
     """Serve a model over MQTT until SIGTERM or Ctrl-C, which finish what runs first; a second one stops at once.
@@ -65,12 +73,21 @@ def serve(
         protocol=options.mqtt_protocol(mqtt),
         reply_prefixes=tuple(reply_prefix or ()),
         drain_s=drain,
+        home_assistant=discovery_prefix(home_assistant_prefix) if home_assistant else None,
     )
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     options.use_threads(threads)
     run_loop(_serve(options.open_model(model, precision, window), settings))
+
+
+def discovery_prefix(text: str) -> str:
+    """Where Home Assistant looks for devices; raises `InvalidRequest` for what no topic can start with."""
+    try:
+        return Topics(text).prefix
+    except InvalidRequest as error:
+        raise InvalidRequest("--home-assistant-prefix", error.limit) from None
 
 
 def metrics_address(text: str) -> tuple[str, int]:

@@ -30,6 +30,7 @@ class WorkerSettings:
     protocol: ProtocolLevel = 5
     reply_prefixes: tuple[str, ...] = ()
     drain_s: float = 30.0
+    home_assistant: str | None = None
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,10 @@ async def run_worker(model: LanguageModel, settings: WorkerSettings) -> AsyncIte
             version=VERSION,
             topics=Topics(settings.prefix),
             options=GatewayOptions(
-                protocol=settings.protocol, drain_s=settings.drain_s, reply_prefixes=settings.reply_prefixes
+                protocol=settings.protocol,
+                drain_s=settings.drain_s,
+                reply_prefixes=settings.reply_prefixes,
+                home_assistant=settings.home_assistant,
             ),
             observer=scheduler.instruments,
         )

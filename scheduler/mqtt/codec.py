@@ -160,7 +160,10 @@ class ResultMessage(Outgoing):
 
 
 class WorkerStatus(Outgoing):
-    """A worker's birth, life and will. `started_at` (Unix seconds) tells a late will from a present one."""
+    """A worker's birth, life and will. `started_at` (Unix seconds) tells a late will from a present one.
+
+    `tokens_per_s` were generated, over all jobs, in the last seconds.
+    """
 
     worker: str
     status: WorkerState
@@ -170,6 +173,7 @@ class WorkerStatus(Outgoing):
     model: str
     version: str
     started_at: float
+    tokens_per_s: float = 0.0
 
 
 class DeadMessage(Outgoing):

@@ -29,10 +29,12 @@ from drumline.scheduler.mqtt.connection import (
     PublishRefused,
 )
 from drumline.scheduler.mqtt.handlers import MAX_PENDING, Handlers
+from drumline.scheduler.mqtt.home_assistant import discovery
 from drumline.scheduler.mqtt.jobs import Clocks, Jobs
 from drumline.scheduler.mqtt.options import GatewayOptions
 from drumline.scheduler.mqtt.outbox import Observer, Outbox
 from drumline.scheduler.mqtt.quotas import Usage
+from drumline.scheduler.mqtt.rate import Rate
 from drumline.scheduler.mqtt.reconnect import Backoff, keep_connected
 from drumline.scheduler.mqtt.topics import NAME, Topics
 
@@ -85,6 +87,8 @@ class Gateway:
         self._state: WorkerState = "online"
         self._told: WorkerStatus | None = None
         self._told_at = clock()
+        self._tokens = Rate(clock())
+        self._tokens_per_s = 0.0
         self._up: set[str] = set()
         self._outbox = Outbox(self._topics, observer)
         self._link: Connection | None = None
@@ -253,6 +257,7 @@ class Gateway:
         if not (self._stopping.is_set() and self._options.retire):
             await connection.subscribe(self._topics.submit_filter)
         self._link = connection
+        self._announce()
         self._tell_status()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -335,7 +340,14 @@ class Gateway:
             await self._sleep(self._options.progress_s)
             jobs.save()
 
+    def _announce(self) -> None:
+        """Let Home Assistant find us."""
+        if (prefix := self._options.home_assistant) is not None:
+            message = discovery(prefix, self._topics, self._worker, self._model, self._version)
+            self._outbox.put("status", message, key="home_assistant")
+
     def _tell_status(self) -> None:
+        self._tokens_per_s = self._tokens.measure(self._clock(), self._engine.statistics().generated_tokens)
         self._told = self._status(self._state)
         self._told_at = self._clock()
         self._outbox.put("status", self._status_message(self._state), key="status")
@@ -354,6 +366,7 @@ class Gateway:
             model=self._model,
             version=self._version,
             started_at=self._started_at,
+            tokens_per_s=0.0 if state == "offline" else self._tokens_per_s,
         )
 
     def _note_link(self, name: str, up: bool) -> None:

@@ -23,7 +23,7 @@ class GatewayOptions:
 
     `reply_prefixes` are allowed for response topics beside the client's own subtree; `session_expiry_s` is how long the
     broker keeps jobs for us while we are away, and `retire` says that at the end it need not; every `progress_s` the
-    journal is told how far the jobs have come.
+    journal is told how far the jobs have come. `home_assistant` is the discovery prefix to announce the worker under.
     """
 
     protocol: ProtocolLevel = 5
@@ -39,3 +39,4 @@ class GatewayOptions:
     quotas: Quotas = field(default_factory=Quotas)
     on_change: OnChange = "restart"
     retire: bool = False
+    home_assistant: str | None = None

@@ -121,7 +121,7 @@ async def test_real_results_fit():
 
 STATUS = {
     "worker": "w", "status": "online", "queue_depth": 0, "rows_live": 1, "rows": 2, "model": "m", "version": "v",
-    "started_at": 1.5,
+    "started_at": 1.5, "tokens_per_s": 12.5,
 }  # fmt: skip
 
 

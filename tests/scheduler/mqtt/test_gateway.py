@@ -221,6 +221,7 @@ async def test_the_worker_says_how_it_is(broker: EmbeddedBroker, topics: Topics)
     assert [result["status"] for result in results] == ["completed", "completed"]
     assert list(birth) == [
         "worker", "status", "queue_depth", "rows_live", "rows", "model", "version", "started_at",
+        "tokens_per_s",
     ]  # fmt: skip
     assert (birth["worker"], birth["model"], birth["version"]) == ("w", MODEL.name, "test")
     assert birth["started_at"] == busy["started_at"] == end["started_at"]
