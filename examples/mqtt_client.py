@@ -4,23 +4,31 @@
     python examples/mqtt_client.py --broker mqtt://127.0.0.1:PORT --name sensor-1 "What is 7 times 8?" "Say hello."
 
 `--cancel-after N` cancels the first job once N of its tokens have arrived. Exit code 1 where a job was refused or did
-not complete (one that was cancelled on request counts as done).
+not complete (one that was cancelled on request counts as done). A password comes from DRUMLINE_MQTT_PASSWORD or from
+the file that DRUMLINE_MQTT_PASSWORD_FILE names.
 """
 
 import argparse
 import asyncio
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from drumline import DrumlineError, Message, Result
-from drumline.scheduler.mqtt.address import BrokerAddress, parse_broker_url
+from drumline.scheduler.mqtt.address import BrokerAddress, Tls, parse_broker_url, with_credentials
 from drumline.scheduler.mqtt.client import Client, RemoteJob
 
 
 async def device(arguments: argparse.Namespace, broker: BrokerAddress) -> bool:
     """Run all prompts on one connection; returns whether all went well."""
     async with Client(
-        broker.host, broker.port, name=arguments.name, username=broker.username, password=broker.password
+        broker.host,
+        broker.port,
+        name=arguments.name,
+        username=broker.username,
+        password=broker.password,
+        tls=broker.tls,
     ) as client:
         runs = [run(client, arguments, number) for number in range(1, len(arguments.prompts) + 1)]
         return all(await asyncio.gather(*runs))
@@ -69,7 +77,8 @@ def report(number: int, prompt: str, result: Result) -> None:
 def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Send prompts to a worker over MQTT, all at once.")
     parser.add_argument("prompts", nargs="+", metavar="PROMPT")
-    parser.add_argument("--broker", required=True, help="mqtt://[user:password@]host:port")
+    parser.add_argument("--broker", required=True, help="mqtt://[user@]host:port, or mqtts:// for TLS")
+    parser.add_argument("--tls-ca", type=Path, help="PEM file: who may vouch for the broker")
     parser.add_argument("--name", default="sensor-1", help="this device's name, a topic level")
     parser.add_argument("--max-tokens", type=int, default=64, help="budget of each answer")
     parser.add_argument("--chat", action="store_true", help="send the prompts as chat messages")
@@ -77,7 +86,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--timeout", type=float, default=10.0, help="seconds to wait for a worker to accept a job")
     arguments = parser.parse_args(given)
     try:
-        broker = parse_broker_url(arguments.broker)
+        broker = with_credentials(parse_broker_url(arguments.broker, Tls(arguments.tls_ca)), os.environ)
         well = asyncio.run(device(arguments, broker))
     except DrumlineError as error:
         sys.exit(str(error))

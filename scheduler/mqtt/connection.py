@@ -324,9 +324,9 @@ def _tell_early_end(client: aiomqtt.Client, encrypted: bool) -> None:
 
     def end() -> None:
         if not client._connected.done():
-            client._connected.set_exception(
-                aiomqtt.MqttError(f"the broker hung up without an answer ({'; '.join(reasons[-2:])})")
-            )
+            told = f" ({'; '.join(reasons[-2:])})" if reasons else ""
+            client._connected.set_exception(aiomqtt.MqttError(f"the broker hung up without an answer{told}"))
+            client._connected.exception()  # nobody may be waiting any more
 
     def disconnected(*arguments: Any) -> None:
         loop.call_soon_threadsafe(end)

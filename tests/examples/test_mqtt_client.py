@@ -89,4 +89,4 @@ def test_a_job_that_nobody_takes(device):
 def test_a_bad_address_is_one_line(import_example):
     with pytest.raises(SystemExit) as end:
         import_example("mqtt_client").main(["--broker", "http://x", "hello"])
-    assert end.value.code == "broker: must read mqtt://host:port"
+    assert end.value.code == "broker: must read mqtt://host:port or mqtts://host:port"

@@ -1,6 +1,7 @@
 """Encrypted connections and credentials, with a real mosquitto: who gets in, and what is said of those who do not."""
 
 import asyncio
+import gc
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -101,6 +102,8 @@ async def test_who_does_not_get_in_is_told_why(
         with pytest.raises(BrokerError, match=f"cannot connect to {where.host}:{where.port}: .*{reason}") as refused:
             async with connect(ConnectOptions(where, "refused")):
                 pytest.fail("it should not have let us in")
+    gc.collect()
+    assert "never retrieved" not in caplog.text
     assert PASSWORD not in caplog.text + repr(refused.value)
 
 
