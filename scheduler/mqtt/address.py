@@ -155,8 +155,9 @@ def with_credentials(
 
     Raises `InvalidRequest` for a file that cannot be read, for two passwords, or for one without a user name.
     """
-    username = environment.get(USERNAME_VARIABLE) if address.username is None else address.username
-    password, named = environment.get(PASSWORD_VARIABLE), environment.get(PASSWORD_FILE_VARIABLE)
+    given = {name: text for name, text in environment.items() if text}  # many a start script sets an empty one
+    username = given.get(USERNAME_VARIABLE) if address.username is None else address.username
+    password, named = given.get(PASSWORD_VARIABLE), given.get(PASSWORD_FILE_VARIABLE)
     if password_file is not None:
         password = _first_line(password_file, "password_file")
     elif named is not None:

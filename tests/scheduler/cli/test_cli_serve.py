@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from drumline import Request, load_model
 from drumline.scheduler.mqtt.address import BrokerAddress, parse_broker_url
 from drumline.scheduler.mqtt.client import Client
+from drumline.scheduler.mqtt.connection import ConnectOptions, connect
 from tests.drive import generate
 from tests.processes import CLI, finish, read_until, run_python, running_python
 
@@ -186,3 +187,13 @@ def test_the_broker_is_out_of_reach_of_a_terminals_ctrl_c(checkpoint: Path):
         assert os.getsid(broker_of(process)) != os.getsid(process.pid)
         process.send_signal(signal.SIGINT)
         assert finish(process) == (0, "", "draining: running jobs finish, no new ones are taken\n")
+
+
+async def test_home_assistant_is_told_where_asked(checkpoint: Path):
+    with running_python(*serve(checkpoint, "--name", "line-1", "--home-assistant")) as process:
+        worker = Worker(process)
+        async with connect(ConnectOptions(worker.address, "home-assistant")) as connection:
+            await connection.subscribe("homeassistant/#", retained=True)
+            message = await anext(connection.messages())
+    assert message.topic == "homeassistant/device/drumline_v1_line-1/config"
+    assert json.loads(message.payload)["device"]["model"] == "tiny"

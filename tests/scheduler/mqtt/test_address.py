@@ -57,6 +57,7 @@ def test_credentials_come_from_the_environment(tmp_path: Path):
     file.write_text("pass word \nnot this\n")
     environment = {"DRUMLINE_MQTT_USERNAME": "them", "DRUMLINE_MQTT_PASSWORD": "pw"}
     assert with_credentials(BrokerAddress("home"), {}) == BrokerAddress("home")
+    assert with_credentials(BrokerAddress("home"), dict.fromkeys(environment, "")) == BrokerAddress("home")
     assert with_credentials(BrokerAddress("home"), environment) == BrokerAddress("home", 1883, "them", "pw")
     assert with_credentials(HOME, environment).username == "me"
     assert with_credentials(HOME, environment, file).password == "pass word "
