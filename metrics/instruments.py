@@ -64,6 +64,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "restarts_total": ("Failed steps after which the engine started anew.", ()),
     "preemptions_total": ("Rows taken from a running request.", ()),
     "window_recomputes_total": ("Recomputes of a full window.", ()),
+    "journal_commits_total": ("Groups of events that the journal has on the disk.", ()),
     "mqtt_messages_total": ("MQTT messages handled.", ("direction", "kind")),
 }
 HISTOGRAMS: dict[str, tuple[str, tuple[str, ...], tuple[float, ...]]] = {
@@ -211,6 +212,7 @@ class Instruments:
         self._drafts = {outcome: child(counters["draft_tokens_total"], outcome) for outcome in ("accepted", "rejected")}
         self._steps = child(counters["steps_total"])
         self._preemptions = child(counters["preemptions_total"])
+        self._journal_commits = child(counters["journal_commits_total"])
         self._restarts = child(counters["restarts_total"])
         self._recomputes = child(counters["window_recomputes_total"])
         self._messages: dict[str, dict[str, Counter]] = {
@@ -303,6 +305,10 @@ class Instruments:
         """So many drafted tokens were what their rows chose, and so many were not."""
         self._drafts["accepted"].inc(accepted)
         self._drafts["rejected"].inc(rejected)
+
+    def journal_commit(self) -> None:
+        """The journal wrote a group of events."""
+        self._journal_commits.inc()
 
     def restarted(self) -> None:
         """The engine failed and started anew."""

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,6 +16,8 @@ from drumline.scheduler.cli.loop import on_signals, run_loop
 from drumline.scheduler.cli.worker import Worker, WorkerSettings, run_worker
 from drumline.scheduler.config import DRAFT_TOKENS, EngineSettings
 from drumline.scheduler.mqtt.home_assistant import DEFAULT_DISCOVERY_PREFIX
+from drumline.scheduler.mqtt.jobs import OnChange
+from drumline.scheduler.mqtt.quotas import Quotas, read_quotas
 from drumline.scheduler.mqtt.topics import Topics
 
 Metrics = Annotated[str, typer.Option("--metrics", help="HOST:PORT of /metrics, /healthz and /readyz.")]
@@ -42,7 +45,19 @@ def serve(
         list[str] | None,
         typer.Option(help="Where response topics may lie beside the client's own. Repeatable."),
     ] = None,
+    journal: Annotated[
+        Path | None,
+        typer.Option(help="Keep accepted jobs in this file: what is killed goes on at the next start."),
+    ] = None,
+    on_change: Annotated[
+        OnChange,
+        typer.Option(help="Jobs begun with another model or machine: from their first token again, or failed."),
+    ] = "restart",
+    quotas: Annotated[Path | None, typer.Option(help="JSON of what each client may have at once.")] = None,
     drain: Annotated[float, typer.Option(min=0, help="Seconds that SIGTERM leaves to running jobs.")] = 30.0,
+    retire: Annotated[
+        bool, typer.Option("--retire", help="At the end, unsubscribe: jobs sent later do not wait for this worker.")
+    ] = False,
     threads: options.Threads = None,
     tls_ca: options.TlsCa = None,
     tls_cert: options.TlsCert = None,
@@ -57,6 +72,8 @@ def serve(
     verbose: Annotated[bool, typer.Option("--verbose", help="Log every refusal and reconnection.")] = False,
 ) -> None:
     """Serve a model over MQTT until SIGTERM or Ctrl-C, which finish what runs first; a second one stops at once.
+
+    With --journal, what is not finished then, or is cut off by a kill or a power cut, goes on at the next start.
 
     One worker serves a prefix: two of them on one broker would each run every job.
     """
@@ -73,6 +90,10 @@ def serve(
         protocol=options.mqtt_protocol(mqtt),
         reply_prefixes=tuple(reply_prefix or ()),
         drain_s=drain,
+        journal=journal,
+        on_change=on_change,
+        quotas=Quotas() if quotas is None else read_quotas(quotas),
+        retire=retire,
         home_assistant=discovery_prefix(home_assistant_prefix) if home_assistant else None,
     )
     logging.basicConfig(
@@ -137,6 +158,7 @@ def _announce(model: LanguageModel, worker: Worker, settings: WorkerSettings) ->
         f"drumline serves {model.name} ({model.precision}, {settings.engine.rows} rows of {model.window} tokens)\n"
         f"  broker   {broker}\n"
         f"  jobs     {settings.prefix}/clients/<client>/submit\n"
+        f"  journal  {settings.journal or 'none: a worker that is killed forgets its jobs'}\n"
         f"  metrics  {worker.exporter.url}/metrics",
         flush=True,
     )

@@ -3,17 +3,21 @@
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 from drumline.metrics.exporter import Exporter
 from drumline.model.errors import InvalidRequest
 from drumline.model.language_model import LanguageModel
 from drumline.scheduler.cli.options import progress_console
 from drumline.scheduler.config import VERSION, EngineSettings
+from drumline.scheduler.journal.journal import Journal
 from drumline.scheduler.mqtt.address import BrokerAddress
 from drumline.scheduler.mqtt.broker import EmbeddedBroker
 from drumline.scheduler.mqtt.connection import ProtocolLevel
 from drumline.scheduler.mqtt.gateway import Gateway
+from drumline.scheduler.mqtt.jobs import OnChange
 from drumline.scheduler.mqtt.options import GatewayOptions
+from drumline.scheduler.mqtt.quotas import Quotas
 from drumline.scheduler.mqtt.topics import Topics
 from drumline.scheduler.scheduler import Scheduler
 
@@ -30,6 +34,10 @@ class WorkerSettings:
     protocol: ProtocolLevel = 5
     reply_prefixes: tuple[str, ...] = ()
     drain_s: float = 30.0
+    journal: Path | None = None
+    on_change: OnChange = "restart"
+    quotas: Quotas = field(default_factory=Quotas)
+    retire: bool = False
     home_assistant: str | None = None
 
 
@@ -65,9 +73,14 @@ async def run_worker(model: LanguageModel, settings: WorkerSettings) -> AsyncIte
         scheduler = Scheduler(model, name=settings.name, **asdict(settings.engine))
         with progress_console.status("starting (the first time, kernels are compiled for this CPU)"):
             await stack.enter_async_context(scheduler)
+        journal = None
+        if settings.journal is not None:
+            commits = scheduler.instruments.journal_commit
+            journal = await stack.enter_async_context(Journal(settings.journal, on_commit=lambda _: commits()))
         gateway = Gateway(
             scheduler,
             address,
+            journal=journal,
             worker=settings.name,
             version=VERSION,
             topics=Topics(settings.prefix),
@@ -75,6 +88,9 @@ async def run_worker(model: LanguageModel, settings: WorkerSettings) -> AsyncIte
                 protocol=settings.protocol,
                 drain_s=settings.drain_s,
                 reply_prefixes=settings.reply_prefixes,
+                on_change=settings.on_change,
+                quotas=settings.quotas,
+                retire=settings.retire,
                 home_assistant=settings.home_assistant,
             ),
             observer=scheduler.instruments,
@@ -83,7 +99,7 @@ async def run_worker(model: LanguageModel, settings: WorkerSettings) -> AsyncIte
             scheduler.registry,
             *settings.metrics,
             health=lambda: scheduler.healthy,
-            ready=lambda: scheduler.ready and gateway.connected,
+            ready=lambda: scheduler.ready and gateway.connected and (journal is None or journal.failure is None),
         )
         stack.enter_context(exporter)
         await stack.enter_async_context(gateway)
