@@ -14,7 +14,7 @@ from drumline.scheduler.journal.writer import Done, Task, Writer, answer_all
 
 T = TypeVar("T")
 PRUNE_EVERY = 1_000
-"""Jobs that finish between two prunings."""
+"""Jobs that finish between two prunings, unless an eighth of what is kept comes sooner."""
 MAX_WAITING = 10_000
 """Events nobody waits for that may wait for the disk; beyond, progress is not kept."""
 
@@ -52,7 +52,7 @@ class Journal:
         self._max_unfinished, self._keep_s, self._keep_bytes = max_unfinished, keep_s, keep_bytes
         self._clock, self._on_commit = clock, on_commit
         self._waiting = 0
-        self._finished = 0
+        self._finished = self._added_bytes = 0
         self._cut_short: set[int] = set()
         self._open = False
 
@@ -77,6 +77,7 @@ class Journal:
     async def accept(self, job: AcceptedJob) -> int:
         """Add a job; its number. Raises `DuplicateJob`, `QueueFull` (bound `journal`)."""
         at = self.now()
+        self._added_bytes += len(job.body)
         return await self._ask("write", lambda store: store.accept(job, at, self._max_unfinished))
 
     async def find(self, client: str, job_id: str) -> JournaledJob | None:
@@ -101,7 +102,9 @@ class Journal:
         await self._ask("write", lambda store: store.finish(number, terminal, at))
         self._cut_short.discard(number)
         self._finished += 1
-        if self._finished % PRUNE_EVERY == 0:
+        self._added_bytes += len(terminal.payload)
+        if self._finished % PRUNE_EVERY == 0 or self._added_bytes > self._keep_bytes / 8:
+            self._added_bytes = 0
             self._tell(self._pruning())
 
     def published(self, number: int) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Literal
 
@@ -70,7 +70,7 @@ class Message:
     correlation_data: bytes | None = None
     user_properties: tuple[tuple[str, str], ...] = ()
     message_expiry_s: int | None = None
-    packet_id: int | None = None
+    packet_id: int | None = field(default=None, compare=False)
     """Of a received QoS 1 message, for its acknowledgement."""
 
     @property

@@ -92,8 +92,8 @@ def _servers() -> Schema:
 
 def _channels() -> Schema:
     holds = {
-        "submit": ("submit",), "state": ("state",), "chunks": ("chunk",), "result": ("result",), "cancel": ("cancel",),
-        "get": ("get",), "workerStatus": ("workerStatus",), "dead": ("dead",),
+        "submit": ("submit",), "state": ("state",), "chunks": ("chunk",), "result": ("result", "part"),
+        "cancel": ("cancel",), "get": ("get",), "workerStatus": ("workerStatus",), "dead": ("dead",),
     }  # fmt: skip
     channels: Schema = {name: _channel(address, holds[name]) for name, address in addresses(Topics()).items()}
     channels["replies"] = {
@@ -103,7 +103,7 @@ def _channels() -> Schema:
             "Everything about the job goes there instead, told apart by the user property `kind`. It must lie in the "
             "client's own subtree, or under a prefix that the worker allows."
         ),
-        "messages": {name: {"$ref": f"#/components/messages/{name}"} for name in ("state", "chunk", "result")},
+        "messages": {name: {"$ref": f"#/components/messages/{name}"} for name in ("state", "chunk", "result", "part")},
     }
     return channels
 
@@ -164,9 +164,14 @@ def _messages() -> Schema:
         "state": _message("Where a job stands.", "state", answer | {"kind": {"const": "state"}, "code": code}),
         "chunk": _message("New text and tokens of one choice.", "chunk", answer | {"kind": {"const": "chunk"}}),
         "result": _message(
-            f"The terminal message, at most {MAX_MESSAGE_BYTES} bytes.",
+            f"The terminal message, where it has at most {MAX_MESSAGE_BYTES} bytes.",
             "result",
             answer | {"kind": {"const": "result"}, "status": status, "code": code},
+        ),
+        "part": _message(
+            "A piece of a larger terminal message.",
+            "part",
+            answer | {"kind": {"const": "result"}, "part": {"const": "true"}, "status": status, "code": code},
         ),
         "workerStatus": _message("Whether a worker is there, and how busy it is.", "worker_status", {}),
         "dead": _message("A letter about a message that went nowhere.", "dead", {"code": code}),

@@ -186,7 +186,8 @@ class Gateway:
         if self._journal is not None:
             yield self._journal
             return
-        async with Journal(None, keep_bytes=REMEMBERED_BYTES, clock=self._wall_clock) as journal:
+        most = self._options.limits.unfinished_jobs
+        async with Journal(None, max_unfinished=most, keep_bytes=REMEMBERED_BYTES, clock=self._wall_clock) as journal:
             yield journal
 
     def _parts(self, journal: Journal, spawn: Callable[[Coroutine[Any, Any, None]], object]) -> tuple[Jobs, Handlers]:
@@ -223,7 +224,7 @@ class Gateway:
     async def _wind_down(self, jobs: Jobs, handlers: Handlers) -> None:
         """Finish what the time allows, and deliver it. What is sent meanwhile waits at the broker, unless we retire."""
         self._state = "draining"
-        handlers.draining = True
+        handlers.draining, handlers.retiring = True, self._options.retire
         self._tell_status()
         if self._options.retire and self._link is not None:
             with suppress(BrokerError):

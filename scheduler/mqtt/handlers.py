@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from drumline.metrics.instruments import RejectReason
-from drumline.model.errors import DrumlineError, InvalidRequest
+from drumline.model.errors import DrumlineError, InvalidRequest, SchedulerClosed
 from drumline.scheduler.engine import Engine
 from drumline.scheduler.journal.errors import JournalError
 from drumline.scheduler.journal.journal import Journal
@@ -62,8 +62,8 @@ class Handlers:
         self._arriving: dict[Key, Running] = {}
         self._early_cancels: OrderedDict[Key, float] = OrderedDict()
         self._admissions = asyncio.Semaphore(MAX_PENDING)
-        self.draining = False
-        """Whether new jobs are left to the broker, for the next worker."""
+        self.draining = self.retiring = False
+        """Whether new jobs are left to the broker, for the next worker; or refused, where none will come."""
 
     async def room(self) -> None:
         """Wait until another job may be submitted."""
@@ -86,6 +86,11 @@ class Handlers:
             return
         key = (client, submit.id)
         known = self._jobs.running.get(key) or self._arriving.get(key)
+        if known is None and self.retiring:
+            leaving = SchedulerClosed("the worker retires and takes no new jobs")
+            self._spawn(self._reject(reply, message, leaving, "draining"))
+            acknowledge()
+            return
         if known is None and self.draining:
             return
         if known is None:

@@ -11,10 +11,12 @@ from drumline.scheduler.mqtt.quotas import Quotas
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of the edge. A terminal message above `result_bytes` is sent in parts."""
+    """Bounds of the edge. A terminal message above `result_bytes` is sent in parts; `unfinished_jobs` is how many a
+    worker without a journal of its own takes at once."""
 
     submit_bytes: int = MAX_SUBMIT_BYTES
     result_bytes: int = MAX_MESSAGE_BYTES
+    unfinished_jobs: int = 10_000
 
 
 @dataclass(frozen=True)

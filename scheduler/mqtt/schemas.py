@@ -17,6 +17,7 @@ from drumline.scheduler.mqtt.codec import (
     SubmitMessage,
     WorkerStatus,
 )
+from drumline.scheduler.mqtt.parts import PartMessage
 from drumline.scheduler.request import Chunk
 
 Schema = dict[str, Any]
@@ -30,7 +31,7 @@ PROMPTS: Mapping[str, Schema] = {
 }
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _OUTGOING: tuple[type[Outgoing], ...] = (
-    StateMessage, ResultMessage, ChoiceMessage, ErrorMessage, WorkerStatus, DeadMessage,
+    StateMessage, ResultMessage, PartMessage, ChoiceMessage, ErrorMessage, WorkerStatus, DeadMessage,
 )  # fmt: skip
 
 
@@ -48,6 +49,7 @@ def message_schemas() -> dict[str, Schema]:
         "state": _answer("state", StateMessage),
         "chunk": _answer("chunk", Chunk),
         "result": _answer("result", ResultMessage),
+        "part": _answer("part", PartMessage),
         "worker_status": _sent("worker_status", WorkerStatus),
         "dead": _sent("dead", DeadMessage),
     }

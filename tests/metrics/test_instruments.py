@@ -28,13 +28,17 @@ CONTRACT = {
     "counter": {
         "requests_total": {"outcome": {"completed", "cancelled", "expired", "failed", "rejected"}},
         "rejected_total": {
-            "reason": {"invalid", "queue_full", "draining", "failed", "duplicate_id", "too_large", "unparsable"},
+            "reason": {
+                *("invalid", "queue_full", "draining", "failed", "duplicate_id", "too_large", "unparsable"),
+                *("quota", "journal"),
+            },
         },
         "prompt_tokens_total": {"source": {"computed", "reused"}},
         "generated_tokens_total": {},
         "draft_tokens_total": {"outcome": {"accepted", "rejected"}},
         "steps_total": {},
         "restarts_total": {},
+        "journal_commits_total": {},
         "preemptions_total": {},
         "window_recomputes_total": {},
         "mqtt_messages_total": {

@@ -11,6 +11,7 @@ from jsonschema import Draft202012Validator
 from drumline import InvalidRequest, QueueFull, Request
 from drumline.scheduler.mqtt import codec
 from drumline.scheduler.mqtt.contract import addresses, asyncapi, files, main
+from drumline.scheduler.mqtt.parts import PartMessage
 from drumline.scheduler.mqtt.schemas import message_schemas
 from drumline.scheduler.mqtt.topics import JOB_KINDS, Topics
 from drumline.scheduler.mqtt.yaml_text import to_yaml
@@ -104,7 +105,8 @@ def test_what_the_codec_makes_fits():
         "worker_status": status,
         "dead": letter,
         "result": codec.rejected_message("j", InvalidRequest("prompt", "is missing")),
-        "result ": codec.failed_message("j", "too_large", "r"),
+        "result ": codec.failed_message("j", "changed", "r"),
+        "part": PartMessage(job_id="j", offset=0, total=9, body="{"),
     }.items():
         validator(name.strip()).validate(json.loads(payload.encode()))
     for said in (chunk, Chunk(0, 0, 0, "t", (1,))):

@@ -11,22 +11,9 @@ from drumline import Request, Scheduler
 from drumline.scheduler.admission import LONG_TEXT
 from drumline.scheduler.mqtt.broker import EmbeddedBroker
 from drumline.scheduler.mqtt.connection import Message
-from drumline.scheduler.mqtt.options import GatewayOptions, Limits
 from drumline.scheduler.mqtt.topics import Topics
 from tests.drive import Gate
 from tests.scheduler.mqtt.support import BODY, Counts, address, device, expected_ids, serving
-
-
-async def test_a_result_too_large_to_be_remembered_is_sent_all_the_same(broker: EmbeddedBroker, topics: Topics):
-    options = GatewayOptions(refresh_s=0.02, limits=Limits(remembered_bytes=1))
-    async with (
-        serving(address(broker), topics, options=options),
-        device(address(broker), f"{topics.client('a')}/jobs/#") as this,
-    ):
-        await this.send(topics.submit("a"), BODY | {"id": "j"})
-        assert (await this.body("/result"))["token_ids"] == await expected_ids(**BODY)
-        await this.send(topics.job("a", "get", "j"))
-        await this.state("j/state", "unknown")
 
 
 async def test_a_long_text_holds_nobody_up_and_is_joined_meanwhile(broker: EmbeddedBroker, topics: Topics):

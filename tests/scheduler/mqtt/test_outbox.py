@@ -10,14 +10,16 @@ import pytest_asyncio
 
 from drumline.scheduler.mqtt import broker as module
 from drumline.scheduler.mqtt.broker import EmbeddedBroker
+from drumline.scheduler.mqtt.client import Client
 from drumline.scheduler.mqtt.connection import Message, PublishRefused
 from drumline.scheduler.mqtt.outbox import Outbox
+from drumline.scheduler.mqtt.parts import Joined, read_part
 from drumline.scheduler.mqtt.reconnect import Backoff
 from drumline.scheduler.mqtt.reply import Reply
 from drumline.scheduler.mqtt.topics import Topics
 from drumline.scheduler.request import Chunk
 from tests.scheduler.mqtt.conftest import embedded
-from tests.scheduler.mqtt.support import BODY, Counts, address, device, expected_ids, serving
+from tests.scheduler.mqtt.support import BODY, Counts, Device, address, device, expected_ids, serving
 
 LARGE = BODY | {"n": 2, "logprobs": 10}
 """Its result takes more than 3,000 bytes, each of its chunks less."""
@@ -40,27 +42,34 @@ async def strict_broker(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Embedd
         yield running
 
 
-async def test_a_result_that_the_broker_drops_us_for_gives_way_to_a_small_one(
+async def test_a_result_that_the_broker_drops_us_for_is_cut_into_parts(
     strict_broker: EmbeddedBroker, topics: Topics, caplog: pytest.LogCaptureFixture
 ):
-    counts = Counts()
     async with (
-        serving(address(strict_broker), topics, backoff=lambda: Backoff(base_s=0.0), observer=counts),
+        serving(address(strict_broker), topics, backoff=lambda: Backoff(base_s=0.0)),
         device(address(strict_broker), f"{topics.client('a')}/jobs/#") as this,
+        Client(strict_broker.host, strict_broker.port, name="c", topics=topics) as client,
     ):
         await this.send(topics.submit("a"), LARGE | {"id": "large"})
-        first = await this.next(lambda message: message.topic.endswith("/result"))
+        whole = await joined_result(this)
         await this.send(topics.submit("a"), BODY | {"id": "small"})
-        small = await this.body("/result")
+        small = await this.body("small/result")
         await this.send(topics.submit("a"), LARGE | {"id": "large"})
-        again = await this.next(lambda message: message.topic.endswith("large/result"))
-    failed = json.loads(first.payload)
-    assert (failed["status"], failed["error"]["code"]) == ("failed", "too_large")
-    assert failed["usage"]["generated_tokens"] == 12
+        assert await joined_result(this) == whole
+        result = await (await client.submit(**LARGE)).result()
     assert small["token_ids"] == await expected_ids(**BODY)
-    assert again.payload == first.payload
-    assert counts.messages.count(("out", "result")) == 3
-    assert "cost the connection 3 times" in caplog.text
+    body = json.loads(whole)
+    assert (body["status"], body["usage"]["generated_tokens"]) == ("completed", 12)
+    assert body["token_ids"] == list(result.token_ids)
+    assert "cost the connection 3 times, it goes in" in caplog.text
+
+
+async def joined_result(this: Device) -> bytes:
+    joined, whole = Joined(), None
+    while whole is None:
+        part = read_part((await this.next(lambda message: message.topic.endswith("large/result"))).payload)
+        whole = joined.add(part)
+    return whole
 
 
 async def test_a_result_that_the_broker_refuses_is_put_on_record(

@@ -7,7 +7,7 @@ import pytest
 from drumline import Request, Scheduler
 from drumline.scheduler.job import GenerationJob
 from drumline.scheduler.mqtt.broker import EmbeddedBroker
-from drumline.scheduler.mqtt.options import GatewayOptions
+from drumline.scheduler.mqtt.options import GatewayOptions, Limits
 from drumline.scheduler.mqtt.topics import Topics
 from tests.drive import Gate
 from tests.scheduler.mqtt.support import BODY, RESULT_KEYS, Counts, address, device, expected_ids, serving
@@ -197,8 +197,9 @@ async def test_a_client_name_that_is_none_is_put_on_record(broker: EmbeddedBroke
 
 async def test_a_full_queue_rejects_and_says_how_full(broker: EmbeddedBroker, topics: Topics):
     gate = Gate()
+    options = GatewayOptions(refresh_s=0.02, limits=Limits(unfinished_jobs=2))
     async with (
-        serving(address(broker), topics, gate=gate, rows=1, queue_requests=1),
+        serving(address(broker), topics, gate=gate, rows=1, options=options),
         device(address(broker), f"{topics.client('a')}/jobs/#") as this,
     ):
         await this.send(topics.submit("a"), BODY | {"id": "runs"})
@@ -211,9 +212,9 @@ async def test_a_full_queue_rejects_and_says_how_full(broker: EmbeddedBroker, to
     assert body["status"] == "rejected"
     assert {key: body["error"][key] for key in ("code", "field", "limit", "queued")} == {
         "code": "queue_full",
-        "field": "requests",
-        "limit": 1,
-        "queued": 1,
+        "field": "journal",
+        "limit": 2,
+        "queued": 2,
     }
     assert [result["token_ids"] for result in results] == [await expected_ids(**BODY)] * 2
 
@@ -225,12 +226,14 @@ class Faulty:
         self._scheduler = scheduler
         self._fault = fault
 
-    async def submit(self, request: Request, *, wait: bool = True) -> object:
-        if request.prompt != "break":
-            return await self._scheduler.submit(request, wait=wait)
-        if self._fault == "submit":
+    async def check(self, request: Request) -> Request:
+        if request.prompt == "break" and self._fault == "check":
             raise RuntimeError("the engine has a bug")
-        return BrokenJob(await self._scheduler.submit(request, wait=wait))
+        return await self._scheduler.check(request)
+
+    async def submit(self, request: Request, **options: object) -> object:
+        job = await self._scheduler.submit(request, **options)
+        return BrokenJob(job) if request.prompt == "break" and self._fault == "stream" else job
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._scheduler, name)
@@ -271,7 +274,7 @@ async def test_a_bug_in_handling_a_message_does_not_end_the_reader(
     broker: EmbeddedBroker, topics: Topics, caplog: pytest.LogCaptureFixture
 ):
     async with (
-        serving(address(broker), topics, wrap=lambda scheduler: Faulty(scheduler, "submit")),
+        serving(address(broker), topics, wrap=lambda scheduler: Faulty(scheduler, "check")),
         device(address(broker), f"{topics.client('a')}/jobs/#", topics.dead) as this,
     ):
         await this.send(topics.submit("a"), BODY | {"id": "bad", "prompt": "break"})
