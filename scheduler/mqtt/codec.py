@@ -21,6 +21,8 @@ from pydantic_core import from_json
 
 from drumline.model.errors import DrumlineError, EngineFailed, InvalidRequest, QueueFull, SchedulerClosed
 from drumline.model.stop_reason import StopReason
+from drumline.scheduler.journal.errors import JournalError
+from drumline.scheduler.mqtt.quotas import QuotaExceeded
 from drumline.scheduler.mqtt.topics import NAME
 from drumline.scheduler.request import (
     STATUS,
@@ -96,7 +98,8 @@ class Outgoing(BaseModel):
 
 
 class ErrorMessage(Outgoing):
-    """Why a job has no answer: for `invalid`, the field and its limit; for `queue_full`, the bound and its size."""
+    """Why a job has no answer: for `invalid`, the field and its limit; for `queue_full` and `quota`, the bound, its
+    limit and how much of it is used."""
 
     only_when_given = frozenset({"limit", "queued"})
 
@@ -296,6 +299,12 @@ def error_message(error: DrumlineError, code: ErrorCode | None = None) -> ErrorM
             return ErrorMessage(
                 code="queue_full", field=error.bound, message=text, limit=error.limit, queued=error.queued
             )
+        case QuotaExceeded():
+            return ErrorMessage(
+                code="quota", field=error.bound, message=str(error), limit=error.limit, queued=error.used
+            )
+        case JournalError():
+            return ErrorMessage(code="journal", field=None, message=error.reason)
         case SchedulerClosed():
             return ErrorMessage(code="draining", field=None, message=str(error))
     return ErrorMessage(code="failed", field=None, message=str(error))
@@ -358,6 +367,8 @@ def _typed_error(error: ErrorMessage | None) -> DrumlineError:
             return InvalidRequest(error.field or "request", error.message)
         case ErrorMessage(code="queue_full"):
             return QueueFull(error.field or "requests", error.limit or 0, error.queued or 0)
+        case ErrorMessage(code="quota"):
+            return QuotaExceeded(error.field or "jobs", error.limit or 0, error.queued or 0)
         case ErrorMessage(code="draining"):
             return SchedulerClosed(error.message)
     return EngineFailed(error.message if error else "the job was rejected without a reason")

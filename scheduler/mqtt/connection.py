@@ -40,18 +40,10 @@ ABANDON_TIMEOUT_S = 0.2
 """For a connection that never stood: nobody will answer, and the socket is closed at once."""
 NO_RETAINED = SubscribeOptions.RETAIN_DO_NOT_SEND
 FAILURE_CODES = 0x80
-SESSION_TAKEN_OVER = 0x8E
 
 
 class BrokerError(DrumlineError):
-    """The broker cannot be reached, refused us, or went away.
-
-    `taken_over`: somebody else connected under our client id (MQTT 5 alone tells).
-    """
-
-    def __init__(self, reason: str, taken_over: bool = False) -> None:
-        super().__init__(reason)
-        self.taken_over = taken_over
+    """The broker cannot be reached, refused us, or went away."""
 
 
 class PublishRefused(DrumlineError):
@@ -235,19 +227,9 @@ def _typed_errors(field: str) -> Iterator[None]:
     try:
         yield
     except (aiomqtt.MqttError, OSError) as error:
-        raise BrokerError(str(error) or type(error).__name__, _taken_over(error)) from error
+        raise BrokerError(str(error) or type(error).__name__) from error
     except ValueError as error:
         raise InvalidRequest(field, str(error)) from error
-
-
-def _taken_over(error: BaseException | None) -> bool:
-    """Whether the broker's last word was that another connection has our session."""
-    while error is not None:
-        code = getattr(error, "rc", None)
-        if isinstance(code, ReasonCode) and code.value == SESSION_TAKEN_OVER:
-            return True
-        error = error.__cause__
-    return False
 
 
 @contextmanager

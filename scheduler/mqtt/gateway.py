@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
+from uuid import uuid4
 
 from drumline.metrics.instruments import MessageKind
 from drumline.model.errors import EngineFailed, InvalidRequest
@@ -239,7 +240,8 @@ class Gateway:
     async def _keep(self, name: str, session: Callable[[Connection], Awaitable[None]]) -> None:
         options = ConnectOptions(
             address=self._broker,
-            client_id=f"drumline-{self._worker}-{name}",
+            # Jobs wait at the broker under a name that the next worker has, too; the other one is nobody's but ours.
+            client_id=f"drumline-{self._worker}-{name if name == 'jobs' else uuid4().hex[:12]}",
             protocol=self._options.protocol,
             will=self._status_message("offline") if name == "jobs" else None,
             keepalive_s=self._options.keepalive_s,
@@ -248,8 +250,6 @@ class Gateway:
         )
 
         def lost(error: BrokerError) -> None:
-            if error.taken_over:
-                raise EngineFailed(f"another worker named {self._worker} took over the {name} connection")
             logger.warning("%s connection: %s", name, error)
 
         await keep_connected(options, session, self._backoff(), lost)
@@ -275,7 +275,7 @@ class Gateway:
             self._note_link("jobs", False)
 
     async def _serve_control(self, connection: Connection, handlers: Handlers) -> None:
-        await connection.subscribe(*self._topics.control_filters)
+        await connection.subscribe(*self._topics.control_filters, self._status_topic)
         self._note_link("control", True)
         try:
             await self._read(connection, handlers, self._no_wait)
@@ -301,12 +301,25 @@ class Gateway:
             if message.retain:
                 acknowledge()
                 continue
+            if message.topic == self._status_topic:
+                self._check_alone(message)
+                continue
             try:
                 self._handle(message, handlers, acknowledge)
             except Exception as error:
                 logger.exception("a message on %s could not be handled", message.topic)
                 self._outbox.bury(message, None, None, "internal", error)
                 acknowledge()
+
+    def _check_alone(self, message: Message) -> None:
+        """Raise `EngineFailed` where a worker that was started after us has our name: it has our session, and each of
+        us would take it from the other for ever. Brokers do not always say so."""
+        try:
+            told = WorkerStatus.model_validate_json(message.payload)
+        except ValueError:
+            return
+        if told.status != "offline" and told.started_at > self._started_at:
+            raise EngineFailed(f"another worker named {self._worker} was started")
 
     def _handle(self, message: Message, handlers: Handlers, acknowledge: Callable[[], None]) -> None:
         match self._topics.parse(message.topic):
