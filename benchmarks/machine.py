@@ -2,6 +2,7 @@
 
 import os
 import platform
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,14 @@ def describe_machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "load_average_1min": psutil.getloadavg()[0],
     }
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody has now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
 
 
 def native_bfloat16(machine: dict[str, Any]) -> bool:
