@@ -139,10 +139,10 @@ def chunk_gaps(bench: Bench, folder: Path, rows: int = 16, tokens: int = 200) ->
     for at, topic, _ in said:
         times[topic].append(at)
     gaps = [later - earlier for at in times.values() for earlier, later in pairwise(at[2:])]
-    for topic, at in times.items():
+    for topic, moments in times.items():
         chunks = [body for _, other, body in said if other == topic]
         span = sum(len(body["token_ids"]) for body in chunks[1:])
-        per_token.append((at[-1] - at[0]) / span)
+        per_token.append((moments[-1] - moments[0]) / span)
     step = statistics.median(per_token)
     p50, p99 = np.percentile(gaps, (50, 99)).tolist()
     return {"step_s": step, "gap_p50_s": p50, "gap_p99_s": p99, "p99_over_step": p99 / step}

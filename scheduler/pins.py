@@ -55,15 +55,18 @@ async def pin_prompt(scheduler: "Scheduler", rows: LiveRows, pool: CachePool, re
         raise InvalidRequest("rows", f"{pool.rows} leave none beside those that are pinned")
     if isinstance(request, Request):
         request = request.model_copy(update=_ONLY_PROMPT)
-    job = await scheduler.submit(request)
-    if job.sequences[0].prompt_length < BLOCK:
-        job.cancel()
-        raise InvalidRequest("prompt", f"has fewer than {BLOCK} tokens: so short ones are not reused")
-    job.pin = Pin(rows, pool)
+    pin = Pin(rows, pool)  # before anything is waited for: others count it
     try:
-        (await job.result()).raise_for_status()
+        job = await scheduler.submit(request)
+        try:
+            if job.sequences[0].prompt_length < BLOCK:
+                raise InvalidRequest("prompt", f"has fewer than {BLOCK} tokens: so short ones are not reused")
+            job.pin = pin
+            (await job.result()).raise_for_status()
+        except BaseException:
+            job.cancel()
+            raise
     except BaseException:
-        job.cancel()
-        job.pin.release()
+        pin.release()
         raise
-    return job.pin
+    return pin

@@ -182,6 +182,7 @@ class Scheduler:
         other. Raises `InvalidRequest`."""
         job = await self._admit(request, progress)
         job.settle(reason)
+        self._check_new(job)
         self._register(job)
         return await job.result()
 
@@ -292,8 +293,7 @@ class Scheduler:
         decides what that means)."""
         with self._reporting.refusals_counted():
             self._check_open()
-            if job.id in self._jobs:
-                raise InvalidRequest("id", f"a job {job.id} is queued or running")
+            self._check_new(job)
             if self.config.refuse_late:
                 ahead = 0 if self._pool.free else self._queue.tokens_before(job.request.priority)
                 self._reporting.check_deadline(job, ahead)
@@ -306,6 +306,10 @@ class Scheduler:
         self._wake.set()
         self._publish_levels()
         return job
+
+    def _check_new(self, job: GenerationJob) -> None:
+        if job.id in self._jobs:
+            raise InvalidRequest("id", f"a job {job.id} is queued or running")
 
     def _register(self, job: GenerationJob) -> None:
         """The job is ours now; what needs no row ends at once."""

@@ -61,15 +61,15 @@ class Database:
         try:
             self.connection.execute("BEGIN IMMEDIATE")
             yield
+            self._check_in_place()
             self.connection.execute("COMMIT")
         except BaseException as error:
             if self.connection.in_transaction:  # SQLite may have ended it itself
                 self.connection.execute("ROLLBACK")
-            self._check_in_place()
             if isinstance(error, sqlite3.Error):
+                self._check_in_place()
                 raise typed(self.path, error) from None
             raise
-        self._check_in_place()
 
     @contextmanager
     def event(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, Self, TypeVar
 
-from drumline.scheduler.journal.errors import JournalError
+from drumline.scheduler.journal.errors import JobFinished, JournalError
 from drumline.scheduler.journal.records import AcceptedJob, JournaledJob, Progress, Terminal
 from drumline.scheduler.journal.store import Store
 from drumline.scheduler.journal.writer import Done, Task, Writer, answer_all
@@ -92,9 +92,13 @@ class Journal:
         if number not in self._cut_short and progress.token_ids:
             self._tell(lambda store: store.progress(number, progress), progress_of=number)
 
-    def restart(self, number: int, fingerprint: str) -> None:
-        """Forget the tokens of an unfinished job, whose bits depend on `fingerprint` from now on; nobody waits."""
-        self._tell(lambda store: store.restart(number, fingerprint), progress_of=number)
+    async def restart(self, number: int, fingerprint: str) -> None:
+        """Forget the tokens of an unfinished job, whose bits depend on `fingerprint` from now on."""
+        await self._ask("write", lambda store: store.restart(number, fingerprint))
+
+    def redirect(self, number: int, reply: bytes) -> None:
+        """The answers of a job go elsewhere from now on; nobody waits."""
+        self._tell(lambda store: store.redirect(number, reply))
 
     async def finish(self, number: int, terminal: Terminal) -> None:
         """Give a job its outcome. Raises `JobFinished` for one that has another, `UnknownJob`."""
@@ -164,7 +168,9 @@ class Journal:
 
     def _note(self, lost: list[Done]) -> None:
         """Say once that writing fails, and once that it is over."""
-        self._cut_short.update(each.task.progress_of for each in lost if each.task.progress_of is not None)
+        for each in lost:
+            if each.task.progress_of is not None and not isinstance(each.error, JobFinished):
+                self._cut_short.add(each.task.progress_of)
         if lost and self.failure is None:
             logger.error("not written: %s", lost[0].error)
         elif not lost and self.failure is not None:

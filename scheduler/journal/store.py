@@ -75,6 +75,10 @@ class Store(Reader):
             "UPDATE jobs SET state = 'accepted', fingerprint = ? WHERE number = ?", (fingerprint, number)
         )
 
+    def redirect(self, number: int, reply: bytes) -> None:
+        """The answers of a job go elsewhere."""
+        self.connection.execute("UPDATE jobs SET reply = ? WHERE number = ?", (reply, number))
+
     def finish(self, number: int, terminal: Terminal, at: float) -> None:
         """Give a job its one outcome; the same again changes nothing, another one raises `JobFinished`."""
         if self._state(number) == "done":

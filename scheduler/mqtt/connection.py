@@ -101,10 +101,11 @@ class Connection:
     `subscribed_at` is when it became of use, on the given clock; None until the first subscription stands.
     """
 
-    def __init__(self, client: aiomqtt.Client, protocol: ProtocolLevel, clock: Callable[[], float]) -> None:
+    def __init__(self, client: aiomqtt.Client, options: ConnectOptions, clock: Callable[[], float]) -> None:
         self.subscribed_at: float | None = None
         self._client = client
-        self._protocol = protocol
+        self._protocol = options.protocol
+        self._acknowledges = options.receive_maximum is not None
         self._clock = clock
         self._refusals = _Refusals(client)
         self._unconfirmed = asyncio.Semaphore(MAX_UNCONFIRMED)
@@ -138,8 +139,12 @@ class Connection:
 
         Private: paho's `ack`, behind aiomqtt. (A test pins it.)
         """
-        if message.packet_id is not None and message.packet_id in self._unacknowledged:
-            self._unacknowledged[message.packet_id] = True
+        if message.packet_id is not None:
+            self._done(message.packet_id)
+
+    def _done(self, packet_id: int) -> None:
+        if packet_id in self._unacknowledged:
+            self._unacknowledged[packet_id] = True
         for packet_id in list(takewhile(self._unacknowledged.__getitem__, self._unacknowledged)):
             del self._unacknowledged[packet_id]
             self._client._client.ack(packet_id, 1)
@@ -175,10 +180,12 @@ class Connection:
                 except ValueError:
                     logger.exception("a message that cannot be decoded was ignored")
                     received = None
-                if message.qos == 1:
-                    self._unacknowledged[message.mid] = received is None
+                if message.qos == 1 and self._acknowledges:
+                    self._unacknowledged[message.mid] = False
                 if received is not None:
                     yield received
+                else:
+                    self._done(message.mid)
 
 
 class _Refusals:
@@ -251,7 +258,7 @@ async def connect(options: ConnectOptions, clock: Callable[[], float] = time.mon
         raise BrokerError(f"cannot connect to {options.address.host}:{options.address.port}: {error}") from error
     await _enter(client, options.address)
     try:
-        yield Connection(client, options.protocol, clock)
+        yield Connection(client, options, clock)
     finally:
         await _leave(client, CLOSE_TIMEOUT_S)
 

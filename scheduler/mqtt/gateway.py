@@ -8,20 +8,19 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 from uuid import uuid4
 
 from drumline.metrics.instruments import MessageKind
-from drumline.model.errors import EngineFailed, InvalidRequest
+from drumline.model.errors import InvalidRequest
 from drumline.scheduler.engine import Engine
 from drumline.scheduler.journal.journal import Journal
 from drumline.scheduler.mqtt.address import BrokerAddress
 from drumline.scheduler.mqtt.answers import Answers
-from drumline.scheduler.mqtt.codec import WorkerState, WorkerStatus
 from drumline.scheduler.mqtt.connection import (
     BrokerError,
     Connection,
@@ -31,17 +30,19 @@ from drumline.scheduler.mqtt.connection import (
 )
 from drumline.scheduler.mqtt.handlers import MAX_PENDING, Handlers
 from drumline.scheduler.mqtt.home_assistant import discovery
-from drumline.scheduler.mqtt.jobs import Clocks, Jobs
+from drumline.scheduler.mqtt.jobs import Clocks, Jobs, Spawn
 from drumline.scheduler.mqtt.options import GatewayOptions
 from drumline.scheduler.mqtt.outbox import Observer, Outbox
 from drumline.scheduler.mqtt.quotas import Usage
-from drumline.scheduler.mqtt.rate import Rate
 from drumline.scheduler.mqtt.reconnect import Backoff, keep_connected
+from drumline.scheduler.mqtt.status import Status
 from drumline.scheduler.mqtt.topics import NAME, Topics
 
 logger = logging.getLogger("drumline.mqtt")
 
 FAREWELL_TIMEOUT_S = 2.0
+ARRIVAL_TIMEOUT_S = 5.0
+"""What the end of a worker leaves to jobs that have come and are not accepted yet."""
 REMEMBERED_BYTES = 64 * 2**20
 """Bodies and answers of ended jobs that a worker without a journal keeps for those who ask again."""
 
@@ -77,23 +78,25 @@ class Gateway:
         self._model = engine.statistics().model if model is None else model
         self._version = version
         self._topics = topics or Topics()
-        self._status_topic = self._topics.worker_status(worker)
         self._options = options or GatewayOptions()
         self._observer = observer
         self._backoff = backoff
         self._sleep = sleep
         self._clock = clock
         self._wall_clock = wall_clock
-        self._started_at = round(wall_clock(), 3)
-        self._state: WorkerState = "online"
-        self._told: WorkerStatus | None = None
-        self._told_at = clock()
-        self._tokens = Rate(clock())
-        self._tokens_per_s = 0.0
         self._up: set[str] = set()
         self._outbox = Outbox(self._topics, observer)
         self._link: Connection | None = None
-        self._waiting: Callable[[], int] = int
+        self._status = Status(
+            engine,
+            self._outbox,
+            self._topics.worker_status(worker),
+            worker,
+            self._model,
+            version,
+            round(wall_clock(), 3),
+            clock,
+        )
         self._ready = asyncio.Event()
         self._stopping = asyncio.Event()
         self._ended = asyncio.Event()
@@ -170,6 +173,7 @@ class Gateway:
                     tasks.create_task(self._keep("control", lambda link: self._serve_control(link, handlers))),
                     tasks.create_task(self._refresh(jobs)),
                     tasks.create_task(self._save(jobs)),
+                    tasks.create_task(self._watch(jobs)),
                 ]
                 await self._stopping.wait()
                 await self._wind_down(jobs, handlers)
@@ -191,7 +195,7 @@ class Gateway:
         async with Journal(None, max_unfinished=most, keep_bytes=REMEMBERED_BYTES, clock=self._wall_clock) as journal:
             yield journal
 
-    def _parts(self, journal: Journal, spawn: Callable[[Coroutine[Any, Any, None]], object]) -> tuple[Jobs, Handlers]:
+    def _parts(self, journal: Journal, spawn: Spawn) -> tuple[Jobs, Handlers]:
         options = self._options
         answers = Answers(self._outbox, options.limits.result_bytes)
         usage = Usage(options.quotas, self._clock)
@@ -219,17 +223,20 @@ class Gateway:
             self._observer,
             self._clock,
         )
-        self._waiting = lambda: jobs.waiting
+        self._status.waiting = lambda: len(jobs.waiting)
         return jobs, handlers
 
     async def _wind_down(self, jobs: Jobs, handlers: Handlers) -> None:
         """Finish what the time allows, and deliver it. What is sent meanwhile waits at the broker, unless we retire."""
-        self._state = "draining"
+        self._status.state = "draining"
         handlers.draining, handlers.retiring = True, self._options.retire
-        self._tell_status()
+        self._status.tell()
         if self._options.retire and self._link is not None:
             with suppress(BrokerError):
                 await self._link.unsubscribe(self._topics.submit_filter)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ARRIVAL_TIMEOUT_S):
+                await handlers.settled()
         await jobs.drain(None if math.isinf(self._drain_s) else self._drain_s)
         try:
             async with asyncio.timeout(self._options.flush_s):
@@ -243,7 +250,7 @@ class Gateway:
             # Jobs wait at the broker under a name that the next worker has, too; the other one is nobody's but ours.
             client_id=f"drumline-{self._worker}-{name if name == 'jobs' else uuid4().hex[:12]}",
             protocol=self._options.protocol,
-            will=self._status_message("offline") if name == "jobs" else None,
+            will=self._status.message("offline") if name == "jobs" else None,
             keepalive_s=self._options.keepalive_s,
             session_expiry_s=self._options.session_expiry_s if name == "jobs" else 0,
             receive_maximum=MAX_PENDING if name == "jobs" else None,
@@ -255,11 +262,13 @@ class Gateway:
         await keep_connected(options, session, self._backoff(), lost)
 
     async def _serve_jobs(self, connection: Connection, handlers: Handlers) -> None:
-        if not (self._stopping.is_set() and self._options.retire):
+        if self._stopping.is_set() and self._options.retire:
+            await connection.unsubscribe(self._topics.submit_filter)
+        else:
             await connection.subscribe(self._topics.submit_filter)
         self._link = connection
         self._announce()
-        self._tell_status()
+        self._status.tell()
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._outbox.send(connection))
@@ -269,13 +278,13 @@ class Gateway:
             # A clean disconnect takes the will back, so nobody else says that we are gone.
             with suppress(BrokerError, PublishRefused, TimeoutError):
                 async with asyncio.timeout(FAREWELL_TIMEOUT_S):
-                    await connection.publish(self._status_message("offline"))
+                    await connection.publish(self._status.message("offline"))
             raise
         finally:
             self._note_link("jobs", False)
 
     async def _serve_control(self, connection: Connection, handlers: Handlers) -> None:
-        await connection.subscribe(*self._topics.control_filters, self._status_topic)
+        await connection.subscribe(*self._topics.control_filters, self._status.topic)
         self._note_link("control", True)
         try:
             await self._read(connection, handlers, self._no_wait)
@@ -301,8 +310,8 @@ class Gateway:
             if message.retain:
                 acknowledge()
                 continue
-            if message.topic == self._status_topic:
-                self._check_alone(message)
+            if message.topic == self._status.topic:
+                self._status.check_alone(message)
                 continue
             try:
                 self._handle(message, handlers, acknowledge)
@@ -310,16 +319,6 @@ class Gateway:
                 logger.exception("a message on %s could not be handled", message.topic)
                 self._outbox.bury(message, None, None, "internal", error)
                 acknowledge()
-
-    def _check_alone(self, message: Message) -> None:
-        """Raise `EngineFailed` where a worker that was started after us has our name: it has our session, and each of
-        us would take it from the other for ever. Brokers do not always say so."""
-        try:
-            told = WorkerStatus.model_validate_json(message.payload)
-        except ValueError:
-            return
-        if told.status != "offline" and told.started_at > self._started_at:
-            raise EngineFailed(f"another worker named {self._worker} was started")
 
     def _handle(self, message: Message, handlers: Handlers, acknowledge: Callable[[], None]) -> None:
         match self._topics.parse(message.topic):
@@ -345,9 +344,11 @@ class Gateway:
         while True:
             await self._sleep(self._options.refresh_s)
             jobs.refresh()
-            stale = self._clock() - self._told_at >= self._options.status_s
-            if stale or self._status(self._state) != self._told:
-                self._tell_status()
+            self._status.tell_news(self._options.status_s)
+
+    async def _watch(self, jobs: Jobs) -> None:
+        """End, where nothing more can be done for the jobs: whoever looks after us starts the next worker."""
+        await jobs.broken
 
     async def _save(self, jobs: Jobs) -> None:
         while True:
@@ -359,29 +360,6 @@ class Gateway:
         if (prefix := self._options.home_assistant) is not None:
             message = discovery(prefix, self._topics, self._worker, self._model, self._version)
             self._outbox.put("status", message, key="home_assistant")
-
-    def _tell_status(self) -> None:
-        self._tokens_per_s = self._tokens.measure(self._clock(), self._engine.statistics().generated_tokens)
-        self._told = self._status(self._state)
-        self._told_at = self._clock()
-        self._outbox.put("status", self._status_message(self._state), key="status")
-
-    def _status_message(self, state: WorkerState) -> Message:
-        return Message(self._status_topic, self._status(state).encode(), qos=1, retain=True)
-
-    def _status(self, state: WorkerState) -> WorkerStatus:
-        statistics = self._engine.statistics()
-        return WorkerStatus(
-            worker=self._worker,
-            status=state,
-            queue_depth=statistics.queued + self._waiting(),
-            rows_live=statistics.live,
-            rows=statistics.rows,
-            model=self._model,
-            version=self._version,
-            started_at=self._started_at,
-            tokens_per_s=0.0 if state == "offline" else self._tokens_per_s,
-        )
 
     def _note_link(self, name: str, up: bool) -> None:
         (self._up.add if up else self._up.discard)(name)

@@ -62,6 +62,7 @@ class Handlers:
         self._arriving: dict[Key, Running] = {}
         self._early_cancels: OrderedDict[Key, float] = OrderedDict()
         self._admissions = asyncio.Semaphore(MAX_PENDING)
+        self._arrived = asyncio.Event()
         self.draining = self.retiring = False
         """Whether new jobs are left to the broker, for the next worker; or refused, where none will come."""
 
@@ -95,13 +96,16 @@ class Handlers:
             return
         if known is None:
             running = self._arriving[key] = Running(submit.digest, reply, message.payload)
-            self._spawn(self._arrive(running, submit, message, acknowledge))
-            return
-        if known.digest != submit.digest:
+            running.acknowledgements.append(acknowledge)
+            self._spawn(self._arrive(running, submit, message))
+        elif known.digest != submit.digest:
             self._spawn(self._refuse_id(reply, message, InvalidRequest("id", "is in use by a different job")))
+            acknowledge()
         else:
             self._join(known, reply)
-        acknowledge()
+            known.acknowledgements.append(acknowledge)
+            if known.number is not None:  # else it is not in the journal yet
+                known.acknowledge()
 
     def cancel(self, message: Message, client: str, job_id: str) -> None:
         """Stop a job, queued or running; its result says how far it came."""
@@ -125,21 +129,32 @@ class Handlers:
         reply = running.reply if running and not asked_from_elsewhere else self._plain_reply(message, client, job_id)
         self._spawn(self._answer(reply, with_result=True))
 
-    async def _arrive(
-        self, running: Running, submit: SubmitMessage, message: Message, acknowledge: Acknowledge
-    ) -> None:
+    async def settled(self) -> None:
+        """Wait until whatever is arriving was accepted or refused."""
+        while self._arriving:
+            self._arrived.clear()
+            await self._arrived.wait()
+
+    async def _arrive(self, running: Running, submit: SubmitMessage, message: Message) -> None:
         """From arrival to acceptance or refusal; whatever breaks here ends this job alone."""
         try:
             async with self._admissions:
                 await self._decide(running, submit, message)
+        except SchedulerClosed as error:
+            self._arriving.pop(running.key, None)
+            if not self.retiring:
+                return  # nobody acknowledged it: it is the next worker's
+            await self._reject(running.reply, message, error)
         except DrumlineError as error:
-            del self._arriving[running.key]
+            self._arriving.pop(running.key, None)
             await self._reject(running.reply, message, error)
         except Exception as error:
-            del self._arriving[running.key]
             logger.exception("a message on %s could not be handled", message.topic)
             self._outbox.bury(message, *running.key, "internal", error)
-        acknowledge()
+        finally:
+            self._arriving.pop(running.key, None)
+            self._arrived.set()
+        running.acknowledge()
 
     async def _decide(self, running: Running, submit: SubmitMessage, message: Message) -> None:
         client, job_id = key = running.key
@@ -176,7 +191,7 @@ class Handlers:
 
     def _join(self, running: Running, reply: Reply) -> None:
         """The same job again: its sender may have missed something, so it hears all from the start."""
-        running.reply = reply
+        self._jobs.redirect(running, reply)
         if running.number is None:
             return
         state, position = self._jobs.where(running)
@@ -185,7 +200,7 @@ class Handlers:
             self._answers.chunk(running, chunk)
 
     async def _cancel_unknown(self, message: Message, key: Key) -> None:
-        if await self._journal.find(*key) is None:
+        if await self._find(key) is None:
             self._remember_cancel(key)
         await self._answer(self._plain_reply(message, *key))
 

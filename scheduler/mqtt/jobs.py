@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal, cast
 
-from drumline.model.errors import DrumlineError, EngineFailed, SchedulerClosed
+from drumline.model.errors import DrumlineError, EngineFailed, InvalidRequest, SchedulerClosed
 from drumline.model.stop_reason import StopReason
 from drumline.scheduler.engine import Engine, Job
-from drumline.scheduler.journal.errors import JournalError
+from drumline.scheduler.journal.errors import JobFinished, JournalError, JournalFull
 from drumline.scheduler.journal.journal import Journal
 from drumline.scheduler.journal.records import AcceptedJob, JournaledJob, Terminal
 from drumline.scheduler.mqtt.answers import Answers
@@ -25,17 +25,20 @@ from drumline.scheduler.mqtt.quotas import Usage
 from drumline.scheduler.mqtt.reply import Reply
 from drumline.scheduler.mqtt.running import Key, Running, reloaded
 from drumline.scheduler.mqtt.topics import Topics
+from drumline.scheduler.mqtt.waiting import Waiting
+from drumline.scheduler.request import Result
 
 logger = logging.getLogger("drumline.mqtt")
 
 TOLD_OF_PROGRESS = 64
 """How many of the oldest jobs hear each time how the queue moves; the others hear when they come nearer, or ask."""
 RETRY_S = 1.0
-"""Between attempts to write an outcome to a journal that takes none."""
+"""Between attempts to write an outcome to a full disk."""
 PAGE = 500
 
 OnChange = Literal["restart", "fail"]
 """What becomes of a job that was begun under another fingerprint: from its first token, or not at all."""
+Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 
 @dataclass(frozen=True)
@@ -57,32 +60,28 @@ class Jobs:
         topics: Topics,
         answers: Answers,
         usage: Usage,
-        spawn: Callable[[Coroutine[Any, Any, None]], object],
+        spawn: Spawn,
         clocks: Clocks,
         on_change: OnChange = "restart",
     ) -> None:
         self._engine, self._journal, self._topics, self._answers = engine, journal, topics, answers
         self._usage, self._spawn, self._clocks, self._on_change = usage, spawn, clocks, on_change
         self.running: dict[Key, Running] = {}
-        self._waiting: dict[Key, Running] = {}
+        self.waiting = Waiting()
         self._in_engine: set[Running] = set()
         self._changed = asyncio.Event()
         self._leaving = False
-
-    @property
-    def waiting(self) -> int:
-        """Accepted jobs that the engine does not have yet."""
-        return len(self._waiting)
+        self._services: list[asyncio.Task[None]] = []
+        self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Fails when the worker can do no more for its jobs: they stay in the journal, for the next one."""
 
     async def restore(self) -> None:
         """Take up what an earlier worker left: unfinished jobs, in their order, and outcomes not confirmed yet."""
         number = 0
         while page := await self._journal.unfinished(number, PAGE):
-            for journaled in page:
-                self._restore(journaled)
+            await asyncio.gather(*map(self._restore, page))
             number = page[-1].number
-        self._spawn(self._publish_again())
-        self._spawn(self._feed())
+        self._services = [self._spawn(self._publish_again()), self._spawn(self._feed())]
 
     async def accept(self, running: Running, deadline_s: float | None) -> None:
         """Put a job in the journal, and tell its sender; raises `QueueFull`, `JournalError`."""
@@ -104,16 +103,22 @@ class Jobs:
         except BaseException:
             self._usage.ended(client, 0)
             raise
+        self._answers.state(running.reply, "accepted", len(self.waiting), 0)
         self._enter(running)
-        self._answers.state(running.reply, "accepted", len(self._waiting) - 1, 0)
         if running.cancelled:
             self.cancel(running)
 
     def cancel(self, running: Running) -> None:
         """Stop a job, wherever it is; its result says how far it came."""
         running.cancel()
-        if self._waiting.pop(running.key, None) is not None:
-            self._spawn(self._settle(running, "cancelled"))
+        if running.submitting is None and self.waiting.remove(running):
+            self._spawn_for(running, self._settle(running, "cancelled"))
+
+    def redirect(self, running: Running, reply: Reply) -> None:
+        """Its sender, come back, wants to hear of it here."""
+        running.reply = reply
+        if running.number is not None:
+            self._journal.redirect(running.number, reply.encode())
 
     def where(self, running: Running) -> tuple[JobState, int | None]:
         """Its state, and how many are ahead of it."""
@@ -128,20 +133,21 @@ class Jobs:
             if running.job is not None:
                 self._tell_progress(running)
         now = self._clocks.monotonic()
-        for running in [r for r in self._waiting.values() if r.expires_at is not None and r.expires_at <= now]:
-            del self._waiting[running.key]
-            self._spawn(self._settle(running, "deadline"))
+        late = [r for r in self.waiting if r.expires_at is not None and r.expires_at <= now and r.submitting is None]
+        for running in late:
+            self.waiting.remove(running)
+            self._spawn_for(running, self._settle(running, "deadline"))
 
     def save(self) -> None:
         """Give the journal the tokens that it does not have yet."""
         for running in self._in_engine:
-            if running.number is not None:
+            if running.number is not None and not running.ending:
                 for piece in running.unsaved():
                     self._journal.progress(running.number, piece)
 
     def generating(self, client: str) -> int:
         """Tokens of what runs for a client."""
-        return sum(running.generated for running in self._in_engine if running.key[0] == client)
+        return sum(running.generated for running in self._in_engine if running.reply.client == client)
 
     async def drain(self, timeout_s: float | None) -> None:
         """Finish what the time allows. The rest stays in a durable journal, else it ends `cancelled`."""
@@ -149,91 +155,130 @@ class Jobs:
             self._leave()
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._until(lambda: not self._in_engine if self._leaving else not self.running)
+                await self._until(self._nothing_left)
         if not self._leaving:
-            for running in list(self._waiting.values()):
+            for running in list(self.waiting):
                 self.cancel(running)
         await self._engine.drain(0)
-        await self._until(lambda: not self._in_engine if self._leaving else not self.running)
+        await self._until(self._nothing_left)
         self._leave()
+        for task in self._services:
+            task.cancel()
+
+    def _nothing_left(self) -> bool:
+        return not self._in_engine if self._leaving else not self.running
 
     def _leave(self) -> None:
         """Nothing more goes to the engine."""
         self._leaving = True
         self._changed.set()
 
-    def _restore(self, journaled: JournaledJob) -> None:
-        left_s = None if journaled.job.deadline_at is None else journaled.job.deadline_at - self._journal.now()
+    def _break(self, error: DrumlineError) -> None:
+        """Leave, and have the worker end with this error."""
+        self._leave()
+        if not self.broken.done():
+            self.broken.set_exception(error)
+
+    def _spawn_for(self, running: Running, coroutine: Coroutine[Any, Any, None]) -> None:
+        """What breaks in one job ends that job alone."""
+
+        async def guarded() -> None:
+            try:
+                await coroutine
+            except JournalError as error:
+                self._break(error)
+            except Exception as error:
+                logger.exception("job %s of client %s broke", *reversed(running.key))
+                await self._end(running, failed_message(running.reply.job_id, "failed", _reason(error)))
+
+        self._spawn(guarded())
+
+    async def _restore(self, journaled: JournaledJob) -> None:
+        left_s = None if journaled.job.deadline_at is None else journaled.job.deadline_at - self._clocks.wall()
         expires_at = None if left_s is None else self._clocks.monotonic() + left_s
         running = reloaded(journaled, self._topics, expires_at)
         self._usage.accepted(running.reply.client)
-        if running.progress and journaled.job.fingerprint != self._engine.fingerprint:
-            if self._on_change == "fail":
+        if journaled.job.fingerprint != self._engine.fingerprint:
+            if running.progress and self._on_change == "fail":
                 self.running[running.key] = running
                 reason = "the model, or what computes it, changed while the job ran"
-                self._spawn(self._end(running, failed_message(running.reply.job_id, "changed", reason)))
+                self._spawn_for(running, self._end(running, failed_message(running.reply.job_id, "changed", reason)))
                 return
-            logger.warning("job %s of client %s begins again: the model changed", *reversed(running.key))
-            self._journal.restart(journaled.number, self._engine.fingerprint)
+            if running.progress:
+                logger.warning("job %s of client %s begins again: the model changed", *reversed(running.key))
+            await self._journal.restart(journaled.number, self._engine.fingerprint)
             running.progress, running.kept = (), {}
         self._enter(running)
 
     async def _publish_again(self) -> None:
         number = 0
-        while page := await self._journal.unpublished(number, PAGE):
-            for journaled in page:
-                if journaled.terminal is not None:
-                    job = journaled.job
-                    reply = Reply.decode(self._topics, job.client, job.job_id, job.reply)
-                    await self._answers.room()
-                    self._publish(reply, journaled.number, journaled.terminal)
-            number = page[-1].number
+        try:
+            while page := await self._journal.unpublished(number, PAGE):
+                for journaled in page:
+                    if journaled.terminal is not None:
+                        job = journaled.job
+                        reply = Reply.decode(self._topics, job.client, job.job_id, job.reply)
+                        await self._answers.room()
+                        self._publish(reply, journaled.number, journaled.terminal)
+                number = page[-1].number
+        except JournalError as error:
+            self._break(error)
 
     def _enter(self, running: Running) -> None:
-        self.running[running.key] = self._waiting[running.key] = running
+        self.running[running.key] = running
+        self.waiting.add(running)
         self._changed.set()
 
     async def _feed(self) -> None:
         """Give the engine what waits, the oldest first; it makes us wait while it is full."""
         while not self._leaving:
             self._changed.clear()
-            running = next((r for r in self._waiting.values() if self._usage.may_run(r.reply.client)), None)
+            running = self.waiting.first(self._usage.may_run)
             if running is None:
                 await self._changed.wait()
                 continue
             running.submitting = asyncio.ensure_future(self._submit(running))
             leaving = asyncio.ensure_future(self._until(lambda: self._leaving))
-            await asyncio.wait([running.submitting, leaving], return_when=asyncio.FIRST_COMPLETED)
-            leaving.cancel()
-            self._entered(running, running.submitting)
+            try:
+                await asyncio.wait([running.submitting, leaving], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                leaving.cancel()
+                submitting, running.submitting = running.submitting, None
+                if not submitting.done():
+                    submitting.cancel()
+            self._submitted(running, submitting)
 
     async def _submit(self, running: Running) -> Job:
         request = running.request(self._clocks.monotonic())
         priority = self._usage.capped(running.reply.client, request.priority)
         return await self._engine.submit(request.model_copy(update={"priority": priority}), progress=running.progress)
 
-    def _entered(self, running: Running, submitting: "asyncio.Task[Job]") -> None:
-        running.submitting = None
-        if not submitting.done() or submitting.cancelled():
-            submitting.cancel()
-            return  # it was cancelled, and is being settled; or we leave, and it stays in the journal
-        error = submitting.exception()
-        if self._waiting.pop(running.key, None) is None:
-            if error is None:  # cancelled in the moment in which the engine took it
-                submitting.result().cancel()
+    def _submitted(self, running: Running, submitting: "asyncio.Task[Job]") -> None:
+        """The engine has it, or will not have it, or we leave and it stays in the journal."""
+        if not submitting.done():
             return
+        if submitting.cancelled():
+            self.waiting.remove(running)
+            self._spawn_for(running, self._settle(running, "cancelled"))
+            return
+        error = submitting.exception()
+        if isinstance(error, SchedulerClosed | EngineFailed) and self._journal.durable:
+            self._leave()
+            if isinstance(error, EngineFailed):
+                self._break(error)
+            return
+        self.waiting.remove(running)
         if isinstance(error, SchedulerClosed):
-            self._waiting[running.key] = running
-            self._leaving = True
+            self._spawn_for(running, self._settle(running, "cancelled"))
+        elif isinstance(error, InvalidRequest) and error.field == "deadline_s":  # `refuse_late`
+            self._spawn_for(running, self._settle(running, "deadline"))
         elif error is not None:
-            if not isinstance(error, DrumlineError):
-                logger.error("job %s of client %s broke", *reversed(running.key), exc_info=error)
-            self._spawn(self._end(running, failed_message(running.reply.job_id, "failed", str(error))))
+            self._spawn_for(running, self._end(running, failed_message(running.reply.job_id, "failed", _reason(error))))
         else:
             running.job = submitting.result()
             self._in_engine.add(running)
             self._usage.started(running.reply.client)
-            self._spawn(self._follow(running, running.job))
+            self._spawn_for(running, self._follow(running, running.job))
 
     async def _follow(self, running: Running, job: Job) -> None:
         """Pass on what the engine says until the job has ended."""
@@ -245,53 +290,65 @@ class Jobs:
                 running.said.append(chunk)
                 self._answers.chunk(running, chunk)
             result = await job.result()
-            outcome = result_message(running.reply.job_id, result)
-        except Exception as error:
-            logger.exception("job %s of client %s broke", *reversed(running.key))
-            outcome = failed_message(running.reply.job_id, "failed", str(error) or type(error).__name__)
-        if self._leaving and outcome.status == "cancelled" and not running.cancelled:
-            self.save()
-        else:
-            await self._end(running, outcome)
-        self._in_engine.discard(running)
-        self._usage.stopped(running.reply.client)
-        self._changed.set()
+            if self._stays(running, result):
+                self.save()
+            else:
+                await self._end(running, result_message(running.reply.job_id, result))
+        finally:
+            self._in_engine.discard(running)
+            self._usage.stopped(running.reply.client)
+            self._changed.set()
+
+    def _stays(self, running: Running, result: Result) -> bool:
+        """Whether the job is the next worker's: we leave, or the engine broke before it had a row. (One that had may be
+        the reason, and would break the next worker, too.)"""
+        if not self._journal.durable:
+            return False
+        if result.status == "failed" and not self._engine.statistics().healthy:
+            self._break(EngineFailed(result.error or "the engine failed"))
+            return result.timings.queued_s == result.timings.total_s
+        return self._leaving and result.status == "cancelled" and not running.cancelled
 
     async def _settle(self, running: Running, reason: StopReason) -> None:
         """End a job that the engine never had, or has no more."""
-        try:
-            result = await self._engine.settle(running.request(self._clocks.monotonic()), reason, running.progress)
-            outcome = result_message(running.reply.job_id, result)
-        except EngineFailed as error:
-            outcome = failed_message(running.reply.job_id, "failed", str(error))
-        await self._end(running, outcome)
+        result = await self._engine.settle(running.request(self._clocks.monotonic()), reason, running.progress)
+        await self._end(running, result_message(running.reply.job_id, result))
 
     async def _end(self, running: Running, outcome: ResultMessage) -> None:
         """Write the outcome down, then tell it."""
-        number = cast(int, running.number)
+        running.ending = True
         status = outcome.status
-        tokens = 0 if outcome.usage is None else outcome.usage.generated_tokens
         if status == "rejected":
             raise ValueError("an accepted job cannot be rejected")
-        terminal = Terminal(outcome.encode(), status, outcome.properties, tokens)
-        await self._write(number, terminal)
-        self._answers.state(running.reply, "done", None, tokens, qos=0)
-        self._publish(running.reply, number, terminal)
+        tokens = 0 if outcome.usage is None else outcome.usage.generated_tokens
+        number = cast(int, running.number)
+        terminal = await self._written(running, number, Terminal(outcome.encode(), status, outcome.properties, tokens))
+        if terminal is not None:
+            self._answers.state(running.reply, "done", None, terminal.generated_tokens, qos=0)
+            self._publish(running.reply, number, terminal)
         prompt = 0 if outcome.usage is None else outcome.usage.prompt_tokens
         self._usage.ended(running.reply.client, prompt + tokens)
-        del self.running[running.key]
+        self.running.pop(running.key, None)
         self._changed.set()
 
-    async def _write(self, number: int, terminal: Terminal) -> None:
-        """Until it is written: a result that were told without could be told again in other words."""
+    async def _written(self, running: Running, number: int, terminal: Terminal) -> Terminal | None:
+        """The outcome that is in the journal; None where it cannot be written before we leave.
+
+        What were told without could be told again in other words, so a full disk is waited for.
+        """
         while True:
             try:
                 await self._journal.finish(number, terminal)
-            except JournalError as error:
+            except JobFinished:
+                done = await self._journal.find(*running.key)
+                return None if done is None else done.terminal
+            except JournalFull as error:
+                if self._leaving:
+                    return None
                 logger.error("an outcome cannot be written, it waits: %s", error)
                 await self._clocks.sleep(RETRY_S)
             else:
-                return
+                return terminal
 
     def _publish(self, reply: Reply, number: int, terminal: Terminal) -> None:
         def confirmed() -> None:
@@ -312,3 +369,7 @@ class Jobs:
         while not holds():
             self._changed.clear()
             await self._changed.wait()
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) or type(error).__name__

@@ -12,6 +12,8 @@ from drumline.model.validated import Validated
 from drumline.scheduler.policy import PRIORITIES
 
 MINUTE_S = 60.0
+MOST_CLIENTS = 1_000
+"""Whose last minute is remembered before it is looked whose is over."""
 
 
 class QuotaExceeded(DrumlineError):
@@ -101,6 +103,9 @@ class Usage:
         _count_down(self._jobs, client)
         if self._quotas.of(client).tokens_per_minute is not None and tokens:
             self._spent.setdefault(client, deque()).append((self._clock(), tokens))
+            if len(self._spent) > MOST_CLIENTS:
+                for other in list(self._spent):
+                    self._recent(other)
 
     def _recent(self, client: str) -> deque[tuple[float, int]]:
         spent = self._spent.get(client, deque())

@@ -1,6 +1,7 @@
 """One job of a device, from its arrival to its terminal message."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from drumline.scheduler.engine import Job
@@ -38,6 +39,10 @@ class Running:
     """What an earlier worker had of it."""
     job: Job | None = None
     cancelled: bool = False
+    ending: bool = False
+    """Whether its outcome is being written down."""
+    acknowledgements: list[Callable[[], None]] = field(default_factory=list)
+    """What tells the broker that the job has arrived, each time it was sent before it was accepted."""
     told: tuple[JobState, int | None] | None = None
     said: list[Chunk] = field(default_factory=list)
     kept: dict[int, int] = field(default_factory=dict)
@@ -71,6 +76,11 @@ class Running:
             self.submitting.cancel()
         if self.job is not None:
             self.job.cancel()
+
+    def acknowledge(self) -> None:
+        """The broker may forget it."""
+        while self.acknowledgements:
+            self.acknowledgements.pop()()
 
     def unsaved(self) -> list[Piece]:
         """The tokens that the journal does not have yet; from now on it does."""
