@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from itertools import takewhile
 from types import TracebackType
 from typing import Self
@@ -140,7 +141,7 @@ class Scheduler:
     ) -> None:
         await self.close()
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """A hash of all that bits depend on besides the request; equal ones owe equal answers where the backend is
         exact."""
@@ -289,8 +290,7 @@ class Scheduler:
             raise
 
     def _enqueue(self, job: GenerationJob) -> GenerationJob:
-        """Put a job in the queue, or end it where it needs no row; raises `QueueFull` when it does not fit (the caller
-        decides what that means)."""
+        """Put a job in the queue, or end it where it needs no row; raises `QueueFull`."""
         with self._reporting.refusals_counted():
             self._check_open()
             self._check_new(job)

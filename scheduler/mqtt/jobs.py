@@ -10,6 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, Literal, cast
 
@@ -71,6 +72,7 @@ class Jobs:
         self._in_engine: set[Running] = set()
         self._changed = asyncio.Event()
         self._leaving = False
+        self._begun_again = 0
         self._services: list[asyncio.Task[None]] = []
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Fails when the worker can do no more for its jobs: they stay in the journal, for the next one."""
@@ -81,6 +83,8 @@ class Jobs:
         while page := await self._journal.unfinished(number, PAGE):
             await asyncio.gather(*map(self._restore, page))
             number = page[-1].number
+        if self._begun_again:
+            logger.warning("%d jobs begin again: the model, or what computes it, changed", self._begun_again)
         self._services = [self._spawn(self._publish_again()), self._spawn(self._feed())]
 
     async def accept(self, running: Running, deadline_s: float | None) -> None:
@@ -112,7 +116,7 @@ class Jobs:
         """Stop a job, wherever it is; its result says how far it came."""
         running.cancel()
         if running.submitting is None and self.waiting.remove(running):
-            self._spawn_for(running, self._settle(running, "cancelled"))
+            self._spawn_for(running, partial(self._settle, running, "cancelled"))
 
     def redirect(self, running: Running, reply: Reply) -> None:
         """Its sender, come back, wants to hear of it here."""
@@ -136,7 +140,7 @@ class Jobs:
         late = [r for r in self.waiting if r.expires_at is not None and r.expires_at <= now and r.submitting is None]
         for running in late:
             self.waiting.remove(running)
-            self._spawn_for(running, self._settle(running, "deadline"))
+            self._spawn_for(running, partial(self._settle, running, "deadline"))
 
     def save(self) -> None:
         """Give the journal the tokens that it does not have yet."""
@@ -179,12 +183,12 @@ class Jobs:
         if not self.broken.done():
             self.broken.set_exception(error)
 
-    def _spawn_for(self, running: Running, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _spawn_for(self, running: Running, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """What breaks in one job ends that job alone."""
 
         async def guarded() -> None:
             try:
-                await coroutine
+                await work()
             except JournalError as error:
                 self._break(error)
             except Exception as error:
@@ -202,10 +206,11 @@ class Jobs:
             if running.progress and self._on_change == "fail":
                 self.running[running.key] = running
                 reason = "the model, or what computes it, changed while the job ran"
-                self._spawn_for(running, self._end(running, failed_message(running.reply.job_id, "changed", reason)))
+                self._spawn_for(
+                    running, partial(self._end, running, failed_message(running.reply.job_id, "changed", reason))
+                )
                 return
-            if running.progress:
-                logger.warning("job %s of client %s begins again: the model changed", *reversed(running.key))
+            self._begun_again += bool(running.progress)
             await self._journal.restart(journaled.number, self._engine.fingerprint)
             running.progress, running.kept = (), {}
         self._enter(running)
@@ -259,7 +264,7 @@ class Jobs:
             return
         if submitting.cancelled():
             self.waiting.remove(running)
-            self._spawn_for(running, self._settle(running, "cancelled"))
+            self._spawn_for(running, partial(self._settle, running, "cancelled"))
             return
         error = submitting.exception()
         if isinstance(error, SchedulerClosed | EngineFailed) and self._journal.durable:
@@ -269,16 +274,18 @@ class Jobs:
             return
         self.waiting.remove(running)
         if isinstance(error, SchedulerClosed):
-            self._spawn_for(running, self._settle(running, "cancelled"))
+            self._spawn_for(running, partial(self._settle, running, "cancelled"))
         elif isinstance(error, InvalidRequest) and error.field == "deadline_s":  # `refuse_late`
-            self._spawn_for(running, self._settle(running, "deadline"))
+            self._spawn_for(running, partial(self._settle, running, "deadline"))
         elif error is not None:
-            self._spawn_for(running, self._end(running, failed_message(running.reply.job_id, "failed", _reason(error))))
+            self._spawn_for(
+                running, partial(self._end, running, failed_message(running.reply.job_id, "failed", _reason(error)))
+            )
         else:
             running.job = submitting.result()
             self._in_engine.add(running)
             self._usage.started(running.reply.client)
-            self._spawn_for(running, self._follow(running, running.job))
+            self._spawn_for(running, partial(self._follow, running, running.job))
 
     async def _follow(self, running: Running, job: Job) -> None:
         """Pass on what the engine says until the job has ended."""

@@ -116,6 +116,10 @@ async def test_settled_without_a_row():
         assert (await scheduler.settle(asking(), "deadline", cut(whole, 20))).stop_reason == "budget"
         assert scheduler.statistics().finished == 2
         scheduler.check_integrity()
+        await scheduler.submit(asking(id="runs"))
+        with pytest.raises(InvalidRequest, match="id: a job runs is queued or running"):
+            await scheduler.settle(asking(id="runs"), "cancelled")
+        assert scheduler.healthy
 
 
 @pytest.mark.parametrize(

@@ -141,8 +141,7 @@ class TestPins:
 
     async def test_pins_of_one_prompt_share_a_row(self):
         async with Scheduler(tiny(), rows=3) as scheduler:
-            pins = [await scheduler.pin(Request(prompt_ids=SYSTEM)) for _ in range(2)]
-            pins += await asyncio.gather(*(scheduler.pin(Request(prompt_ids=SYSTEM)) for _ in range(2)))
+            pins = [await scheduler.pin(Request(prompt_ids=SYSTEM)) for _ in range(4)]
             other = await scheduler.pin(Request(prompt_ids=(9,) * 20))
             assert len({pin.row for pin in pins}) == 1
             for pin in pins:
@@ -175,6 +174,14 @@ class TestPins:
                 await scheduler.pin(Request(prompt_ids=(9,) * 20))
             pin.release()
             (await scheduler.pin(Request(prompt_ids=(9,) * 20))).release()
+
+    async def test_nor_do_two_at_once_take_it(self):
+        async with Scheduler(tiny(), rows=2) as scheduler:
+            asked = [Request(prompt_ids=SYSTEM), Request(prompt_ids=(9,) * 20)]
+            first, second = await asyncio.gather(*map(scheduler.pin, asked), return_exceptions=True)
+            assert isinstance(second, InvalidRequest)
+            assert (await (await scheduler.submit(asking(5))).result()).usage.reused_tokens == 60
+            first.release()
 
     async def test_a_prompt_that_fails_holds_nothing(self):
         async with Scheduler(tiny(), rows=2) as scheduler:

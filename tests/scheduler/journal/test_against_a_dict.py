@@ -92,7 +92,7 @@ class Life(RuleBasedStateMachine):
     def restart(self, data: st.DataObject) -> None:
         known = data.draw(st.sampled_from(list(self.known.values())))
         if known.terminal is None:
-            self.journal.restart(known.number, "cpu")
+            self.wait(self.journal.restart(known.number, "cpu"))
             known.ids = ()
 
     @precondition(lambda self: self.known)

@@ -128,7 +128,7 @@ async def test_a_job_goes_on_where_a_worker_before_left_it(path):
         journal.progress(first, tokens(1, 2))
         journal.progress(first, tokens())
         journal.progress(first, tokens(3, first=2))
-        journal.restart(second, "gpu")
+        await journal.restart(second, "gpu")
         await journal.finish(third, outcome())
     async with Journal(path, window_s=0.0) as journal:
         one, two = await journal.unfinished()

@@ -94,7 +94,10 @@ def test_an_empty_file_with_a_log_is_a_damaged_one(path):
 
 @pytest.mark.parametrize(
     ("statement", "reason"),
-    [("PRAGMA user_version = 1", "has no table jobs and no table progress"), ("SELECT 1", "but no journal")],
+    [
+        ("PRAGMA user_version = 1", "has no table clock and no table jobs and no table progress"),
+        ("SELECT 1", "but no journal"),
+    ],
 )
 def test_another_database_is_no_journal(path, statement, reason):
     with closing(sqlite3.connect(path)) as connection:

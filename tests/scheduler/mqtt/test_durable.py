@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,49 +13,14 @@ from drumline.scheduler.journal.journal import Journal
 from drumline.scheduler.mqtt.broker import EmbeddedBroker
 from drumline.scheduler.mqtt.client import Client
 from drumline.scheduler.mqtt.connection import Message
-from drumline.scheduler.mqtt.gateway import Gateway
-from drumline.scheduler.mqtt.options import GatewayOptions
 from drumline.scheduler.mqtt.quotas import Quota, QuotaExceeded, Quotas
 from drumline.scheduler.mqtt.topics import Topics
 from tests.drive import Gate, until
-from tests.scheduler.mqtt.support import BODY, MODEL, HeldScheduler, address, device, expected_ids
+from tests.scheduler.mqtt.durable import EXACT, Killed, worker
+from tests.scheduler.mqtt.support import BODY, MODEL, address, device, expected_ids
 from tests.tiny import tiny_model
 
 LONG = BODY | {"max_tokens": 20, "logprobs": 1, "sampling": {"temperature": 1.0, "seed": 5}}
-EXACT = tiny_model(window=64, precision="int8")
-
-
-class Killed(Exception):
-    """Ends a worker without a drain; what it had not written is lost."""
-
-
-@asynccontextmanager
-async def worker(
-    broker: EmbeddedBroker,
-    topics: Topics,
-    path: Path | None,
-    gate: Gate | None = None,
-    model: object = EXACT,
-    journal: dict[str, Any] | None = None,
-    rows: int = 2,
-    queue_requests: int = 1024,
-    **options: Any,
-) -> AsyncIterator[Gateway]:
-    settings = GatewayOptions(**{"refresh_s": 0.02, "progress_s": 0.01} | options)
-    async with (
-        Journal(path, **journal or {}) as opened,
-        Scheduler(model, rows=rows, queue_requests=queue_requests, draft_tokens=0) as scheduler,
-    ):
-        engine: Any = scheduler if gate is None else HeldScheduler(scheduler, gate)
-        gateway = Gateway(
-            engine, address(broker), journal=opened, worker="w", version="test", topics=topics, options=settings
-        )
-        try:
-            async with gateway:
-                yield gateway
-        finally:
-            if gate is not None:
-                gate.open()
 
 
 async def undisturbed(**body: object) -> dict[str, Any]:
