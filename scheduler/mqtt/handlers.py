@@ -169,7 +169,7 @@ class Handlers:
         # A broker takes the time that a message waited off its expiry: what is left is what the job has.
         expiry_s = message.message_expiry_s
         request = await self._engine.check(submit.request(client, None if expiry_s is None else max(expiry_s, 1e-3)))
-        self._usage.check(client, self._jobs.generating(client))
+        self._usage.check(client, self._jobs.generating)
         running.seed = request.sampling.seed
         if request.deadline_s is not None:
             running.expires_at = self._clock() + request.deadline_s

@@ -67,13 +67,13 @@ class Usage:
         self._live: Counter[str] = Counter()
         self._spent: dict[str, deque[tuple[float, int]]] = {}
 
-    def check(self, client: str, generating: int) -> None:
-        """Raise `QuotaExceeded` where the client may not have another job; `generating`: tokens of what runs."""
+    def check(self, client: str, generating: Callable[[str], int]) -> None:
+        """Raise `QuotaExceeded` where the client may not have another job; `generating` counts tokens of what runs."""
         quota = self._quotas.of(client)
         if quota.jobs is not None and self._jobs[client] >= quota.jobs:
             raise QuotaExceeded("jobs", quota.jobs, self._jobs[client])
         if quota.tokens_per_minute is not None:
-            used = generating + sum(tokens for _, tokens in self._recent(client))
+            used = generating(client) + sum(tokens for _, tokens in self._recent(client))
             if used >= quota.tokens_per_minute:
                 raise QuotaExceeded("tokens_per_minute", quota.tokens_per_minute, used)
 

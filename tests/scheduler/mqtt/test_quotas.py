@@ -15,14 +15,14 @@ def usage(now: list[float], **quota: object) -> Usage:
 def test_jobs_are_counted_until_they_end():
     used = usage([0.0], jobs=2)
     used.accepted("a")
-    used.check("a", 0)
+    used.check("a", lambda _: 0)
     used.accepted("a")
     with pytest.raises(QuotaExceeded) as caught:
-        used.check("a", 0)
+        used.check("a", lambda _: 0)
     assert (caught.value.bound, caught.value.limit, caught.value.used) == ("jobs", 2, 2)
-    used.check("b", 10**9)  # another client has no bound
+    used.check("b", lambda _: 10**9)  # another client has no bound
     used.ended("a", 5)
-    used.check("a", 0)
+    used.check("a", lambda _: 0)
 
 
 def test_tokens_are_forgotten_after_a_minute():
@@ -30,18 +30,18 @@ def test_tokens_are_forgotten_after_a_minute():
     used = usage(now, tokens_per_minute=100)
     used.accepted("a")
     used.ended("a", 60)
-    used.check("a", 39)
+    used.check("a", lambda _: 39)
     with pytest.raises(QuotaExceeded, match="tokens_per_minute: the limit of this client is 100, it has 100"):
-        used.check("a", 40)
+        used.check("a", lambda _: 40)
     now[0] = 30.0
     used.accepted("a")
     used.ended("a", 40)
     with pytest.raises(QuotaExceeded):
-        used.check("a", 0)
+        used.check("a", lambda _: 0)
     now[0] = 60.0
-    used.check("a", 0)
+    used.check("a", lambda _: 0)
     now[0] = 90.0
-    used.check("a", 99)
+    used.check("a", lambda _: 99)
     assert used._spent == {}
 
 
