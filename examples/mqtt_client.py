@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from drumline import DrumlineError, Message, Result
-from drumline.scheduler.mqtt.address import BrokerAddress, Tls, parse_broker_url, with_credentials
-from drumline.scheduler.mqtt.client import Client, RemoteJob
+from drumline.client import BrokerAddress, Client, RemoteJob, Tls, parse_broker_url, with_credentials
 
 
 async def device(arguments: argparse.Namespace, broker: BrokerAddress) -> bool:

@@ -1,4 +1,4 @@
-"""What docs/mqtt.md shows is so: its commands run as they stand, against a real mosquitto and a real worker."""
+"""What docs/mqtt.md and the README show is so: their commands run, with a real mosquitto and a real worker."""
 
 import asyncio
 import json
@@ -17,7 +17,8 @@ from tests.scheduler.mqtt.support import serving
 from tests.tiny import tiny_model
 
 DOCUMENT = (ROOT / "docs" / "mqtt.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```sh\n(.*?)^```", DOCUMENT, re.MULTILINE | re.DOTALL)
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```sh\n(.*?)^```", DOCUMENT + README, re.MULTILINE | re.DOTALL)
 
 
 def status(out: str) -> None:
@@ -82,8 +83,16 @@ def letter(out: str) -> None:
     assert (said["code"], said["client"], said["payload_bytes"]) == ("unparsable", "desk", len("this is no JSON"))
 
 
+def kitchen(out: str) -> None:
+    """README's: a result that waited for its reader, and the state afterwards."""
+    result, state = (json.loads(line) for line in out.splitlines())
+    assert (result["job_id"], result["status"], len(result["token_ids"])) == ("job-2", "completed", 8)
+    assert (state["job_id"], state["state"], state["tokens"]) == ("job-2", "done", 8)
+
+
 CHECKS: list[Callable[[str], None]] = [
     status, first_result, stream, cancelled, state_of_long, properties, accepted, rejected, letter,
+    kitchen,
 ]  # fmt: skip
 
 

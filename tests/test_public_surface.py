@@ -7,6 +7,7 @@ from typing import get_args
 import pytest
 
 import drumline
+import drumline.client as client
 from drumline import Choice, Chunk, Request, Result, SamplingParams, Scheduler, load_model
 from drumline.model import errors
 from drumline.model.stop_reason import StopReason
@@ -41,6 +42,15 @@ def test_exported_names():
     ]
     for name in drumline.__all__:
         assert hasattr(drumline, name)
+
+
+def test_the_client_has_a_home():
+    assert set(client.__all__) == {
+        *("BrokerAddress", "BrokerError", "Client", "QuotaExceeded", "RemoteJob", "Tls"),
+        *("parse_broker_url", "with_credentials"),
+    }
+    for name in client.__all__:
+        assert hasattr(client, name)
 
 
 DEFAULTS = {
@@ -183,6 +193,8 @@ def test_scheduler_signature_and_verbs():
     assert verbs == {
         "submit",
         "submit_nowait",
+        "check",
+        "settle",
         "preempt",
         "pin",
         "drain",
@@ -194,7 +206,7 @@ def test_scheduler_signature_and_verbs():
         "healthy",
         "ready",
     }
-    for name in ("submit", "submit_nowait", "drain", "queue_position", "statistics"):
+    for name in ("submit", "check", "settle", "drain", "queue_position", "statistics"):
         engine, scheduler = getattr(Engine, name), getattr(Scheduler, name)
         assert list(inspect.signature(engine).parameters) == list(inspect.signature(scheduler).parameters)
 

@@ -235,8 +235,10 @@ class Jobs:
         self._changed.set()
 
     async def _feed(self) -> None:
-        """Give the engine what waits, the oldest first; it makes us wait while it is full."""
+        """Give the engine what waits, the oldest first; it makes us wait while it is full, and so do results that no
+        broker takes."""
         while not self._leaving:
+            await self._answers.room()
             self._changed.clear()
             running = self.waiting.first(self._usage.may_run)
             if running is None:
