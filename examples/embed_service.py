@@ -45,11 +45,13 @@ class Service:
 
 
 @asynccontextmanager
-async def lifespan(model_path: Path, metrics: tuple[str, int], **settings: Any) -> AsyncIterator[Service]:
+async def lifespan(
+    model_path: Path, precision: str, metrics: tuple[str, int], **settings: Any
+) -> AsyncIterator[Service]:
     """Load, open, serve; at the end take no more requests, give what runs `DRAIN_S` seconds, and close."""
     registry = CollectorRegistry()
     answers = Counter("host_answers", "HTTP answers of this service.", ["status"], registry=registry)
-    model = await asyncio.to_thread(load_model, model_path)
+    model = await asyncio.to_thread(load_model, model_path, precision=precision)
     async with Scheduler(model, registry=registry, name="embedded", **settings) as scheduler:
         exporter = Exporter(registry, *metrics, health=lambda: scheduler.healthy, ready=lambda: scheduler.ready)
         with exporter:
@@ -164,7 +166,8 @@ async def serve(arguments: argparse.Namespace) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     connections: set[asyncio.Task[None]] = set()
-    async with lifespan(arguments.model, arguments.metrics, rows=arguments.rows) as service:
+    loaded = (arguments.model, arguments.precision, arguments.metrics)
+    async with lifespan(*loaded, rows=arguments.rows) as service:
 
         def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task = asyncio.create_task(handle(service, reader, writer))
@@ -195,6 +198,7 @@ def ask(url: str) -> str:
 def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="A host service that embeds the scheduler.")
     parser.add_argument("--model", type=Path, default=packaged_model(), help="a GGUF file or a checkpoint folder")
+    parser.add_argument("--precision", default="auto", choices=("auto", "int8", "bfloat16", "float32"))
     parser.add_argument("--port", type=int, default=8080, help="of the HTTP endpoint; 0 picks a free one")
     parser.add_argument("--metrics", type=parse_address, default=(HOST, 9464), help="HOST:PORT of the metrics page")
     parser.add_argument("--rows", type=int, default=8, help="requests that are stepped together")

@@ -16,6 +16,7 @@ def run(*command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200, check=False)
 
 
+@pytest.mark.check
 def test_mypy_sees_a_planted_type_error(tmp_path: Path):
     planted = tmp_path / "planted.py"
     planted.write_text("from drumline import Request\n\nRequest(prompt='a').max_tokens.upper()\n")
