@@ -33,7 +33,7 @@ async def serving(example, checkpoint: Path):
 
     @asynccontextmanager
     async def run(**settings: object) -> AsyncIterator[tuple[object, int]]:
-        async with example.lifespan(checkpoint, FREE, **settings) as service:
+        async with example.lifespan(checkpoint, "auto", FREE, **settings) as service:
             server = await asyncio.start_server(partial(example.handle, service), "127.0.0.1", 0)
             async with server:
                 yield service, server.sockets[0].getsockname()[1]
