@@ -142,10 +142,17 @@ async def _until(stop: asyncio.Event, worker: Worker) -> None:
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         for name, part in parts.items():
             if part.done():
-                raise EngineFailed(f"{name} ended: {part.exception() or 'it gave no reason'}")
+                raise EngineFailed(f"{name} ended: {_first(part.exception()) or 'it gave no reason'}")
     finally:
         for task in waiting:
             task.cancel()
+
+
+def _first(error: BaseException | None) -> BaseException | None:
+    """What a group of errors is about, for the one line that a user reads."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def _announce(model: LanguageModel, worker: Worker, settings: WorkerSettings) -> None:

@@ -217,13 +217,13 @@ class Handlers:
         `reason` counts what the engine never saw; it counts for itself what it refuses.
         """
         key = (reply.client, reply.job_id)
-        if key in self._jobs.running or await self._find(key) is not None:
+        if isinstance(error, JournalError):  # what it says of this job now is not to be trusted
+            reason = "journal"
+        elif key in self._jobs.running or await self._find(key) is not None:
             await self._refuse_id(reply, message, error)
             return
-        if isinstance(error, QuotaExceeded):
+        elif isinstance(error, QuotaExceeded):
             reason = "quota"
-        elif isinstance(error, JournalError):
-            reason = "journal"
         if reason is not None:
             self._count_rejection(reason)
         self._early_cancels.pop(key, None)
