@@ -147,7 +147,8 @@ class Connection:
             self._unacknowledged[packet_id] = True
         for packet_id in list(takewhile(self._unacknowledged.__getitem__, self._unacknowledged)):
             del self._unacknowledged[packet_id]
-            self._client._client.ack(packet_id, 1)
+            with suppress(OSError, RuntimeError, ValueError):  # what event loops say of a socket that has gone
+                self._client._client.ack(packet_id, 1)
 
     async def publish(self, message: Message) -> None:
         """Hand over one message: QoS 0 returns when it was written to the socket, QoS 1 when the broker confirmed it.

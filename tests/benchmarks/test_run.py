@@ -7,7 +7,7 @@ import pytest
 from benchmarks.run import main
 from tests.checkpoints import llama, random_model, save
 
-MEASURES = ("greedy-16", "chat-32", "one-row", "prefill-4x128")
+MEASURES = ("greedy-16", "one-row", "prefill-4x128")
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,7 @@ class SlowNetwork(Network):
         sink.close()
 
 
-@pytest.mark.parametrize("kind", [Network, SlowNetwork])
+@pytest.mark.parametrize("kind", [Network, pytest.param(SlowNetwork, marks=pytest.mark.soak)])
 async def test_a_cut(workers: Nursery, tiny: Path, tmp_path: Path, kind: type[Network]):
     """While jobs run, and while their answers are on their way; the worker is killed between the two."""
     async with (

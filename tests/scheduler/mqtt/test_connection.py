@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+from uuid import uuid4
 
 import pytest
 
@@ -66,6 +67,49 @@ async def test_a_lost_connection_is_a_broker_error_to_all(broker: EmbeddedBroker
         with pytest.raises(BrokerError, match=f"cannot connect to 127.0.0.1:{network.port}"):
             async with connect(ConnectOptions(network.address, "cut")):
                 pytest.fail("nobody listens there any more")
+
+
+async def test_acknowledgements_keep_their_order_and_wait_for_us(broker: EmbeddedBroker, topics: Topics):
+    """Also pins paho's `ack` behind aiomqtt: what is not acknowledged comes again, and what is does not."""
+    options = ConnectOptions(address(broker), f"worker-{uuid4().hex}", session_expiry_s=60, receive_maximum=10)
+
+    async def take(count: int) -> list[Message]:
+        messages = connection.messages()
+        return [await anext(messages) for _ in range(count)]
+
+    async with device(address(broker), f"{topics.prefix}/other") as this:
+        async with connect(options) as connection:
+            await connection.subscribe(f"{topics.prefix}/x")
+            for number in range(4):
+                await this.send(f"{topics.prefix}/x", str(number).encode())
+            first, second, third, _ = await take(4)
+            connection.acknowledge(third)
+            connection.acknowledge(first)
+            sent: list[int] = []
+            connection._client._client.ack = lambda number, qos: sent.append(number)  # type: ignore[method-assign]
+            connection.acknowledge(second)
+            assert sent == [second.packet_id, third.packet_id]  # the fourth is not done
+            connection.acknowledge(first)
+            assert len(sent) == 2
+        async with connect(options) as connection:
+            await connection.subscribe(f"{topics.prefix}/x")
+            again = await take(3)
+    assert [message.payload for message in again] == [b"1", b"2", b"3"]
+
+
+async def test_an_acknowledgement_of_a_socket_that_has_gone(broker: EmbeddedBroker, topics: Topics):
+    options = ConnectOptions(address(broker), f"worker-{uuid4().hex}", receive_maximum=10)
+    async with device(address(broker), topics.dead) as this, connect(options) as connection:
+        await connection.subscribe(f"{topics.prefix}/x")
+        await this.send(f"{topics.prefix}/x", b"1")
+        message = await anext(connection.messages())
+
+        def gone(number: int, qos: int) -> None:
+            raise OSError("bad file descriptor")
+
+        connection._client._client.ack = gone  # type: ignore[method-assign, assignment]
+        connection.acknowledge(message)
+        assert connection._unacknowledged == {}
 
 
 async def test_a_cancelled_connect_leaves_nothing_behind():
