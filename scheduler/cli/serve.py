@@ -13,7 +13,7 @@ from drumline.model.errors import EngineFailed, InvalidRequest
 from drumline.model.language_model import LanguageModel
 from drumline.scheduler.cli import options
 from drumline.scheduler.cli.loop import on_signals, run_loop
-from drumline.scheduler.cli.worker import Worker, WorkerSettings, run_worker
+from drumline.scheduler.cli.worker import JournalSettings, Worker, WorkerSettings, run_worker
 from drumline.scheduler.config import DRAFT_TOKENS, EngineSettings
 from drumline.scheduler.mqtt.home_assistant import DEFAULT_DISCOVERY_PREFIX
 from drumline.scheduler.mqtt.jobs import OnChange
@@ -22,6 +22,7 @@ from drumline.scheduler.mqtt.topics import Topics
 
 Metrics = Annotated[str, typer.Option("--metrics", help="HOST:PORT of /metrics, /healthz and /readyz.")]
 DEFAULT_METRICS = "127.0.0.1:9464"
+DAY_S = 86_400.0
 
 
 def serve(
@@ -49,6 +50,10 @@ def serve(
         Path | None,
         typer.Option(help="Keep accepted jobs in this file: what is killed goes on at the next start."),
     ] = None,
+    journal_days: Annotated[
+        float, typer.Option(min=0, help="Ended jobs stay in the journal so long, for those who ask again…")
+    ] = 7.0,
+    journal_mib: Annotated[float, typer.Option(min=1, help="…as long as they take no more than this.")] = 256.0,
     on_change: Annotated[
         OnChange,
         typer.Option(help="Jobs begun with another model or machine: from their first token again, or failed."),
@@ -90,7 +95,7 @@ def serve(
         protocol=options.mqtt_protocol(mqtt),
         reply_prefixes=tuple(reply_prefix or ()),
         drain_s=drain,
-        journal=journal,
+        journal=None if journal is None else JournalSettings(journal, journal_days * DAY_S, journal_mib * 2**20),
         on_change=on_change,
         quotas=Quotas() if quotas is None else read_quotas(quotas),
         retire=retire,
@@ -156,6 +161,7 @@ def _first(error: BaseException | None) -> BaseException | None:
 
 
 def _announce(model: LanguageModel, worker: Worker, settings: WorkerSettings) -> None:
+    journal = settings.journal.path if settings.journal else "none: a worker that is killed forgets its jobs"
     broker = worker.broker.url
     if (embedded := worker.embedded) is not None:
         broker += f" ({embedded.kind}, embedded)"
@@ -165,7 +171,7 @@ def _announce(model: LanguageModel, worker: Worker, settings: WorkerSettings) ->
         f"drumline serves {model.name} ({model.precision}, {settings.engine.rows} rows of {model.window} tokens)\n"
         f"  broker   {broker}\n"
         f"  jobs     {settings.prefix}/clients/<client>/submit\n"
-        f"  journal  {settings.journal or 'none: a worker that is killed forgets its jobs'}\n"
+        f"  journal  {journal}\n"
         f"  metrics  {worker.exporter.url}/metrics",
         flush=True,
     )

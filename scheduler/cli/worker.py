@@ -23,6 +23,15 @@ from drumline.scheduler.scheduler import Scheduler
 
 
 @dataclass(frozen=True)
+class JournalSettings:
+    """Where jobs are kept; for how many seconds, and in how many bytes, those that have ended."""
+
+    path: Path
+    keep_s: float = 7 * 86_400.0
+    keep_bytes: float = 256 * 2**20
+
+
+@dataclass(frozen=True)
 class WorkerSettings:
     """What a worker is started with. `broker` None embeds one of its own."""
 
@@ -34,7 +43,7 @@ class WorkerSettings:
     protocol: ProtocolLevel = 5
     reply_prefixes: tuple[str, ...] = ()
     drain_s: float = 30.0
-    journal: Path | None = None
+    journal: JournalSettings | None = None
     on_change: OnChange = "restart"
     quotas: Quotas = field(default_factory=Quotas)
     retire: bool = False
@@ -76,7 +85,7 @@ async def run_worker(model: LanguageModel, settings: WorkerSettings) -> AsyncIte
         journal = None
         if settings.journal is not None:
             commits = scheduler.instruments.journal_commit
-            journal = await stack.enter_async_context(Journal(settings.journal, on_commit=lambda _: commits()))
+            journal = await stack.enter_async_context(Journal(**vars(settings.journal), on_commit=lambda _: commits()))
         gateway = Gateway(
             scheduler,
             address,

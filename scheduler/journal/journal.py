@@ -38,7 +38,7 @@ class Journal:
         batch: int = 256,
         max_unfinished: int = 10_000,
         keep_s: float = 7 * 86_400,
-        keep_bytes: int = 256 * 2**20,
+        keep_bytes: float = 256 * 2**20,
         clock: Callable[[], float] = time.time,
         on_commit: Callable[[int], None] | None = None,
     ) -> None:
