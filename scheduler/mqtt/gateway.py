@@ -13,7 +13,6 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from types import TracebackType
 from typing import Self
-from uuid import uuid4
 
 from drumline.metrics.instruments import MessageKind
 from drumline.model.errors import InvalidRequest
@@ -247,12 +246,11 @@ class Gateway:
     async def _keep(self, name: str, session: Callable[[Connection], Awaitable[None]]) -> None:
         options = ConnectOptions(
             address=self._broker,
-            # Jobs wait at the broker under a name that the next worker has, too; the other one is nobody's but ours.
-            client_id=f"drumline-{self._worker}-{name if name == 'jobs' else uuid4().hex[:12]}",
+            client_id=f"drumline-{self._worker}-{name}",
             protocol=self._options.protocol,
             will=self._status.message("offline") if name == "jobs" else None,
             keepalive_s=self._options.keepalive_s,
-            session_expiry_s=self._options.session_expiry_s if name == "jobs" else 0,
+            session_expiry_s=self._options.session_expiry_s,  # what is sent while we are away, cancels too, waits
             receive_maximum=MAX_PENDING if name == "jobs" else None,
         )
 
@@ -284,7 +282,8 @@ class Gateway:
             self._note_link("jobs", False)
 
     async def _serve_control(self, connection: Connection, handlers: Handlers) -> None:
-        await connection.subscribe(*self._topics.control_filters, self._status.topic)
+        await connection.subscribe(*self._topics.control_filters)
+        await connection.subscribe(self._status.topic, retained=True)
         self._note_link("control", True)
         try:
             await self._read(connection, handlers, self._no_wait)
@@ -306,12 +305,12 @@ class Gateway:
         async for message in connection.messages():
             await room(handlers)
             acknowledge = partial(connection.acknowledge, message)
+            if message.topic == self._status.topic:
+                self._status.check_alone(message)
+                continue
             # The broker replays a retained message to each new subscription: a job would be run again for ever.
             if message.retain:
                 acknowledge()
-                continue
-            if message.topic == self._status.topic:
-                self._status.check_alone(message)
                 continue
             try:
                 self._handle(message, handlers, acknowledge)

@@ -206,6 +206,28 @@ async def test_cancels_and_deadlines_of_jobs_that_wait(broker: EmbeddedBroker, t
     }
 
 
+async def test_a_cancel_that_is_sent_while_the_worker_is_away(broker: EmbeddedBroker, topics: Topics, tmp_path: Path):
+    path, gate = tmp_path / "journal", Gate()
+    async with device(address(broker), f"{topics.client('a')}/jobs/#") as this:
+
+        async def first() -> None:
+            async with worker(broker, topics, path, gate):
+                await this.send(topics.submit("a"), BODY | {"id": "j", "max_tokens": 50})
+                await this.state("j/state", "accepted")
+                await gate.arrived()
+                raise Killed
+
+        with pytest.raises(Killed):
+            await first()
+        await this.send(topics.job("a", "cancel", "j"))
+        second = Gate()
+        async with worker(broker, topics, path, second):
+            await second.arrived()
+            await until(lambda: any(b'"state"' in m.payload for m in this.heard))
+            second.open()
+            assert (await this.body("j/result"))["status"] == "cancelled"
+
+
 async def test_a_clock_that_is_set_back_extends_no_deadline(broker: EmbeddedBroker, topics: Topics, tmp_path: Path):
     path, gate, now = tmp_path / "journal", Gate(), [1_000_000.0]
     clock = {"clock": lambda: now[0]}
