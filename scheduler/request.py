@@ -59,7 +59,7 @@ class Request(Validated):
     id: Name | None = None
     prompt: str | None = None
     prompt_ids: tuple[TokenId, ...] | None = Field(default=None, strict=False)
-    messages: tuple[Message, ...] | None = Field(default=None, strict=False)
+    messages: tuple[Message, ...] | None = Field(default=None, min_length=1, strict=False)
     max_tokens: int = Field(default=128, ge=0, le=MAX_TOKENS)
     min_tokens: int = Field(default=0, ge=0)
     stop: tuple[Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_LENGTH)], ...] = Field(

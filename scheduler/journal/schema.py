@@ -89,7 +89,7 @@ def open_in_memory() -> sqlite3.Connection:
 def open_for_reading(path: Path) -> sqlite3.Connection:
     """Open a journal beside the worker that writes it. Raises `JournalError`; makes no copies and changes nothing."""
     if not path.is_file():
-        raise JournalError(path, "no such file")
+        raise JournalError(path, "is a folder" if path.is_dir() else "no such file")
     connection = _connect(path, "ro")
     try:
         version = _version(connection)
@@ -98,6 +98,8 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
         raise typed(path, error) from None
     if version != len(MIGRATIONS):
         connection.close()
+        if version == 0:
+            raise JournalError(path, "is no journal")
         if version > len(MIGRATIONS):
             raise JournalTooNew(path, version, len(MIGRATIONS))
         raise JournalError(path, f"has schema version {version}; a worker that opens it brings it to {len(MIGRATIONS)}")

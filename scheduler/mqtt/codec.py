@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Field,
     SerializerFunctionWrapHandler,
     TypeAdapter,
     ValidationError,
@@ -38,6 +39,8 @@ from drumline.scheduler.request import (
 )
 
 MAX_SUBMIT_BYTES = 256 * 2**10
+MAX_CORRELATION = 1_024
+"""Characters, or bytes, that are sent back with each message of a job."""
 MAX_QUOTED = 1000
 """Characters of what a device sent, or of an error that quotes it, in a message of ours."""
 
@@ -54,7 +57,7 @@ class SubmitMessage(Request):
 
     id: Name
     response_topic: str | None = None
-    correlation_data: str | None = None
+    correlation_data: str | None = Field(default=None, max_length=MAX_CORRELATION)
 
     @model_validator(mode="after")
     def _no_code_and_no_other_tenant(self) -> Self:

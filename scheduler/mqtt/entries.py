@@ -57,7 +57,7 @@ class Waiting:
 class Ready(Waiting):
     """A message; a newer one may take its place.
 
-    `confirmed` is called when the broker has it, or when it is known that it never will.
+    `confirmed` is called when the broker has it, or has refused it.
     """
 
     def __init__(

@@ -25,8 +25,10 @@ logger = logging.getLogger("drumline.mqtt")
 MAX_MESSAGE_BYTES = 512 * 2**10
 """Well below the 1 MiB that some brokers stop at."""
 SMALL_BYTES = 2**10
-"""No broker drops us for the size of such a message, so it is sent for as long as it takes."""
 MAX_LOSSES = 3
+MAX_LOSSES_OF_A_SMALL_ONE = 10
+"""No broker drops us for the size of such a message, so it is taken for the cause late: one that is put aside waits for
+the next worker."""
 DEFAULT_ROOM = 10_000
 DEFAULT_ROOM_BYTES = 64 * 2**20
 
@@ -231,14 +233,12 @@ class Outbox:
         self._note_change()
 
     def _blame(self, entry: Entry) -> None:
-        """The only one on its way at a loss: the third time it is taken for the cause, unless it is a small one."""
+        """The only one on its way at a loss: after some times it is taken for the cause, and put aside."""
         message = entry.message()
-        if message.size_bytes <= SMALL_BYTES:
-            return
         entry.losses += 1
-        if entry.losses < MAX_LOSSES:
+        if entry.losses < (MAX_LOSSES_OF_A_SMALL_ONE if message.size_bytes <= SMALL_BYTES else MAX_LOSSES):
             return
-        error = InvalidRequest("message", f"of {message.size_bytes} bytes cost the connection {MAX_LOSSES} times")
+        error = InvalidRequest("message", f"of {message.size_bytes} bytes cost the connection {entry.losses} times")
         self._remove(entry)
         pieces = entry.divided() if isinstance(entry, Ready) else []
         for piece in reversed(pieces):
@@ -254,8 +254,6 @@ class Outbox:
             )
         else:
             self._give_up(entry, message, error)
-            if isinstance(entry, Ready) and entry.confirmed is not None:
-                entry.confirmed()
 
     def _count_bytes(self, entry: Entry, size_bytes: int) -> None:
         self._bytes += size_bytes - entry.counted_bytes

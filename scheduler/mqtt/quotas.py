@@ -55,7 +55,8 @@ def read_quotas(path: Path) -> Quotas:
     except OSError as error:
         raise InvalidRequest("--quotas", f"{path} cannot be read: {error.strerror}") from None
     except InvalidRequest as error:
-        raise InvalidRequest("--quotas", f"{path}: {error.field} {error.limit}") from None
+        where = "" if error.field == "request" else f"{error.field}: "
+        raise InvalidRequest("--quotas", f"{path}: {where}{error.limit}") from None
 
 
 class Usage:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self, cast
 
-from drumline.scheduler.mqtt.codec import with_correlation
+from drumline.model.errors import InvalidRequest
+from drumline.scheduler.mqtt.codec import MAX_CORRELATION, with_correlation
 from drumline.scheduler.mqtt.connection import Message
 from drumline.scheduler.mqtt.topics import Kind, Topics
 
@@ -73,11 +74,14 @@ def reply_to(
 ) -> Reply:
     """The reply to `message`; its MQTT 5 properties come before the JSON fields `topic` and `text` (correlation data).
 
-    Raises `InvalidRequest("response_topic")`.
+    Raises `InvalidRequest` for `response_topic` and `correlation_data`.
     """
     response_topic = message.response_topic if message.response_topic is not None else topic
     if response_topic is not None:
         topics.check_reply(response_topic, client, allowed_prefixes)
+    data = message.correlation_data
+    if data is not None and len(data) > MAX_CORRELATION:
+        raise InvalidRequest("correlation_data", f"is {len(data)} bytes long, the limit is {MAX_CORRELATION}")
     return Reply(
         topics=topics,
         client=client,

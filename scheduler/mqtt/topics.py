@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
+from unicodedata import category
 
 from drumline.model.errors import InvalidRequest
 
@@ -12,9 +13,12 @@ JOB_KINDS: tuple[Kind, ...] = ("state", "chunks", "result", "cancel", "get")
 REQUEST_KINDS: tuple[Kind, ...] = ("submit", "cancel", "get")
 """What devices send us; the other kinds we send them."""
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-MAX_TOPIC_BYTES = 65_535
-"""A topic is a length-prefixed UTF-8 string in MQTT."""
+MAX_TOPIC_BYTES = 1_024
+MAX_LEVELS = 64
+"""Every message to a device carries its reply topic, and a broker may hang up on one that has more than 200 levels."""
 DEFAULT_PREFIX = "drumline/v1"
+_REFUSED = ("Cc", "Cs")
+"""Categories of Unicode that MQTT lets a broker hang up on: control characters, halves of surrogate pairs."""
 
 
 class ParsedTopic(NamedTuple):
@@ -105,12 +109,22 @@ def _check_publishable(topic: str, field: str) -> None:
         raise InvalidRequest(field, "must not contain +, # or NUL")
     if topic.startswith("$"):
         raise InvalidRequest(field, "must not begin with $")
-    try:
-        size = len(topic.encode())
-    except UnicodeEncodeError:
-        raise InvalidRequest(field, "must be valid Unicode") from None
+    odd = next(
+        (character for character in topic if category(character) in _REFUSED or _is_no_character(character)), None
+    )
+    if odd is not None:  # a broker hangs up on whoever publishes there
+        raise InvalidRequest(field, f"must not contain U+{ord(odd):04X}")
+    if topic.count("/") >= MAX_LEVELS:
+        raise InvalidRequest(field, f"has {topic.count('/') + 1} levels, the limit is {MAX_LEVELS}")
+    size = len(topic.encode())
     if size > MAX_TOPIC_BYTES:
         raise InvalidRequest(field, f"is {size} bytes long, the limit is {MAX_TOPIC_BYTES}")
+
+
+def _is_no_character(character: str) -> bool:
+    """Whether Unicode will never assign it: U+FDD0 … U+FDEF, and the last two of each plane."""
+    code = ord(character)
+    return 0xFDD0 <= code <= 0xFDEF or code & 0xFFFE == 0xFFFE
 
 
 def _name(name: str, field: str) -> str:

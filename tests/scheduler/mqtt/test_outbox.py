@@ -12,7 +12,7 @@ from drumline.scheduler.mqtt import broker as module
 from drumline.scheduler.mqtt.broker import EmbeddedBroker
 from drumline.scheduler.mqtt.client import Client
 from drumline.scheduler.mqtt.connection import Message, PublishRefused
-from drumline.scheduler.mqtt.outbox import Outbox
+from drumline.scheduler.mqtt.outbox import MAX_LOSSES_OF_A_SMALL_ONE, Outbox
 from drumline.scheduler.mqtt.parts import Joined, read_part
 from drumline.scheduler.mqtt.reconnect import Backoff
 from drumline.scheduler.mqtt.reply import Reply
@@ -70,6 +70,25 @@ async def joined_result(this: Device) -> bytes:
         part = read_part((await this.next(lambda message: message.topic.endswith("large/result"))).payload)
         whole = joined.add(part)
     return whole
+
+
+async def test_a_small_message_that_costs_the_connection_is_put_aside(
+    strict_broker: EmbeddedBroker, topics: Topics, caplog: pytest.LogCaptureFixture
+):
+    """Whatever a broker hangs up on, the others come through; what is put aside was not confirmed."""
+    confirmed: list[str] = []
+    async with (
+        serving(address(strict_broker), topics, backoff=lambda: Backoff(base_s=0.0)) as gateway,
+        device(address(strict_broker), f"{topics.client('a')}/jobs/#", topics.dead) as this,
+    ):
+        deep = Message(f"{topics.client('a')}/jobs/" + "x/" * 300, b"poison", qos=1)
+        gateway._outbox.put("result", deep, confirmed=lambda: confirmed.append("deep"))
+        await this.send(topics.submit("a"), BODY | {"id": "j"})
+        assert (await this.body("j/result"))["token_ids"] == await expected_ids(**BODY)
+        letter = await this.body("/dead")
+    assert f"cost the connection {MAX_LOSSES_OF_A_SMALL_ONE} times" in caplog.text
+    assert letter["code"] == "invalid"
+    assert confirmed == []
 
 
 async def test_a_result_that_the_broker_refuses_is_put_on_record(

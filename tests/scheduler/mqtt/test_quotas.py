@@ -61,7 +61,7 @@ def test_live_jobs_and_classes():
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("{", "request"),
+        ("{", "Invalid JSON"),
         ('{"default": {"jobs": 0}}', "default.jobs"),
         ('{"clients": {"a": {"colour": 1}}}', "clients.a.colour"),
         ('{"default": {"priority": "urgent"}}', "default.priority"),

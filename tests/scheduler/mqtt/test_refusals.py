@@ -156,6 +156,10 @@ WRONG = {
     "reply topic with NUL": ({"response_topic": "a\0b"}, "response_topic"),
     "reply topic of the broker": ({"response_topic": "$SYS/x"}, "response_topic"),
     "reply topic of somebody else": ({"response_topic": "elsewhere/x"}, "response_topic"),
+    "reply topic of 300 levels": ({"response_topic": "a/" * 300}, "response_topic"),
+    "reply topic with a control character": ({"response_topic": "a\x01b"}, "response_topic"),
+    "correlation data of 70,000 characters": ({"correlation_data": "x" * 70_000}, "correlation_data"),
+    "no message": ({"prompt": None, "messages": []}, "messages"),
     "reply topic of 70,000 characters": ({"response_topic": "x" * 70_000}, "response_topic"),
 }
 

@@ -3,7 +3,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drumline import InvalidRequest
-from drumline.scheduler.mqtt.topics import JOB_KINDS, MAX_TOPIC_BYTES, ParsedTopic, Topics, check_reply_topic
+from drumline.scheduler.mqtt.topics import (
+    JOB_KINDS,
+    MAX_LEVELS,
+    MAX_TOPIC_BYTES,
+    ParsedTopic,
+    Topics,
+    check_reply_topic,
+)
 
 names = st.text("ABCxyz019_-", min_size=1, max_size=64)
 prefixes = st.lists(st.text("abc1é ", min_size=1, max_size=5), min_size=1, max_size=3).map("/".join)
@@ -84,6 +91,27 @@ def test_bad_reply_topics_are_refused(topic: str):
     with pytest.raises(InvalidRequest) as wrong:
         check_reply_topic(topic, ["a", "é", "$SYS"])
     assert wrong.value.field == "response_topic"
+
+
+@pytest.mark.parametrize(
+    ("tail", "limit"),
+    [
+        ("\x01", "U+0001"),
+        ("\x7f", "U+007F"),
+        ("\x85", "U+0085"),
+        ("\ufffe", "U+FFFE"),
+        ("\ufdd0", "U+FDD0"),
+        ("\U0010ffff", "U+10FFFF"),
+        ("\ud800", "U+D800"),
+        ("/b" * MAX_LEVELS, f"has {MAX_LEVELS + 1} levels, the limit is {MAX_LEVELS}"),
+        ("x" * MAX_TOPIC_BYTES, f"the limit is {MAX_TOPIC_BYTES}"),
+    ],
+)
+def test_what_a_broker_would_hang_up_on_is_named(tail: str, limit: str):
+    with pytest.raises(InvalidRequest) as wrong:
+        check_reply_topic(f"a{tail}", ["a", f"a{tail}"])
+    assert limit in wrong.value.limit
+    check_reply_topic("a" + "/b" * (MAX_LEVELS - 1), ["a"])
 
 
 @given(prefixes, st.text("xyzé", max_size=9))
