@@ -158,7 +158,7 @@ def test_paths_that_cannot_be(tmp_path):
     ):
         with pytest.raises(JournalError, match=reason):
             Store.open(path)
-        with pytest.raises(JournalError, match="no such file|is a folder"):
+        with pytest.raises(JournalError, match=r"no such file|is a folder"):
             Reader.open_read_only(path)
 
 
