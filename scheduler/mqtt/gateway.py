@@ -1,7 +1,7 @@
-"""The worker's side of MQTT: two connections that outlive the broker's bad days, and the worker's own status.
+"""The worker's side of MQTT: its connections, which outlive the broker's bad days.
 
 Jobs come, and everything is published, on one connection; cancels and gets come on another, so that a flood of jobs
-never holds up a cancel.
+never holds up a cancel; a third one hears whether another worker has our name.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from types import TracebackType
 from typing import Self
+from uuid import uuid4
 
 from drumline.metrics.instruments import MessageKind
 from drumline.model.errors import InvalidRequest
@@ -170,6 +171,7 @@ class Gateway:
                 serving = [
                     tasks.create_task(self._keep("jobs", lambda link: self._serve_jobs(link, handlers))),
                     tasks.create_task(self._keep("control", lambda link: self._serve_control(link, handlers))),
+                    tasks.create_task(self._keep("alone", self._stay_alone)),
                     tasks.create_task(self._refresh(jobs)),
                     tasks.create_task(self._save(jobs)),
                     tasks.create_task(self._watch(jobs)),
@@ -244,13 +246,15 @@ class Gateway:
             logger.error("the broker is away: %d messages were not delivered", len(self._outbox))
 
     async def _keep(self, name: str, session: Callable[[Connection], Awaitable[None]]) -> None:
+        own = name == "alone"  # a name that no other worker can have, and take from us
         options = ConnectOptions(
             address=self._broker,
-            client_id=f"drumline-{self._worker}-{name}",
+            client_id=f"drumline-{self._worker}-{uuid4().hex[:12] if own else name}",
             protocol=self._options.protocol,
             will=self._status.message("offline") if name == "jobs" else None,
             keepalive_s=self._options.keepalive_s,
-            session_expiry_s=self._options.session_expiry_s,  # what is sent while we are away, cancels too, waits
+            # What is sent while we are away waits for us, cancels, too.
+            session_expiry_s=0 if own else self._options.session_expiry_s,
             receive_maximum=MAX_PENDING if name == "jobs" else None,
         )
 
@@ -283,12 +287,18 @@ class Gateway:
 
     async def _serve_control(self, connection: Connection, handlers: Handlers) -> None:
         await connection.subscribe(*self._topics.control_filters)
-        await connection.subscribe(self._status.topic, retained=True)
         self._note_link("control", True)
         try:
             await self._read(connection, handlers, self._no_wait)
         finally:
             self._note_link("control", False)
+
+    async def _stay_alone(self, connection: Connection) -> None:
+        """Hear whether a worker of our name is started."""
+        await connection.subscribe(self._status.topic)
+        async for message in connection.messages():
+            if not message.retain:
+                self._status.check_alone(message)
 
     async def _room(self, handlers: Handlers) -> None:
         """New jobs wait at the broker until there is room for what they will make."""
@@ -305,9 +315,6 @@ class Gateway:
         async for message in connection.messages():
             await room(handlers)
             acknowledge = partial(connection.acknowledge, message)
-            if message.topic == self._status.topic:
-                self._status.check_alone(message)
-                continue
             # The broker replays a retained message to each new subscription: a job would be run again for ever.
             if message.retain:
                 acknowledge()

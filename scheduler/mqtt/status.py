@@ -50,16 +50,12 @@ class Status:
 
     def check_alone(self, message: Message) -> None:
         """Raise `EngineFailed` where a worker that was started after us has our name: it has our sessions, and each of
-        us would take them from the other for ever. Brokers do not always say so.
-
-        A retained word of one that is gone is no reason: our clock may have been set back since.
-        """
+        us would take them from the other for ever. Brokers do not always say so."""
         try:
             told = WorkerStatus.model_validate_json(message.payload)
         except ValueError:
             return
-        gone = message.retain and told.status == "offline"
-        if told.started_at > self._started_at and not gone:
+        if told.status != "offline" and told.started_at > self._started_at:
             raise EngineFailed(f"another worker named {self._worker} was started")
 
     def _now(self, state: WorkerState) -> WorkerStatus:
