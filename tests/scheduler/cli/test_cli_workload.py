@@ -22,7 +22,7 @@ def test_lines_without_an_id_are_named_by_their_number(workload):
         ("{", "work.jsonl:2: request: Invalid JSON"),
         ("[]", "work.jsonl:2: request: "),
         ({"id": "b"}, "work.jsonl:2: prompt: give exactly one of"),
-        ({"id": "b", "prompt": "x", "messages": []}, "work.jsonl:2: prompt: give exactly one of"),
+        ({"id": "b", "prompt": "x", "prompt_ids": [1]}, "work.jsonl:2: prompt: give exactly one of"),
         ({"id": "b", "prompt": "x", "max_tokns": 3}, "work.jsonl:2: max_tokns: "),
         ({"id": "b", "prompt": "x", "max_tokens": -1}, "work.jsonl:2: max_tokens: "),
         ({"id": "b", "prompt": "x", "max_tokens": "3"}, "work.jsonl:2: max_tokens: "),
