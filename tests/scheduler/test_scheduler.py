@@ -90,10 +90,9 @@ class TestBounds:
             gate, _ = await held(scheduler)
             await scheduler.submit(asking())
             late = asyncio.ensure_future(scheduler.submit(asking(tokens=64)))
-            for _ in range(3):
-                await asyncio.sleep(0)
+            await until(lambda: len(scheduler._line._line) == 1)
             gate.open()
-            await until(lambda: scheduler._line._line[0][1].done() if scheduler._line._line else True)
+            await until(lambda: not scheduler._line._line)
             late.cancel()
             await asyncio.gather(late, return_exceptions=True)
             await scheduler.drain(timeout=5)

@@ -83,8 +83,9 @@ def file_is_gone(broker: Secured) -> BrokerAddress:
 REFUSALS = [
     (other_ca, "certificate verify failed: self-signed certificate"),
     (other_name, "certificate verify failed: Hostname mismatch"),
-    (no_certificate, "hung up .*certificate required"),
-    (certificate_of_a_stranger, "hung up .*unknown ca"),
+    # The alert that says so may be lost with the connection that the broker resets behind it.
+    (no_certificate, "hung up .*(certificate required|EOF|reset)"),
+    (certificate_of_a_stranger, "hung up .*(unknown ca|EOF|reset)"),
     (wrong_password, "Not authorized"),
     (no_password, "Not authorized"),
     (no_tls, "hung up .*use mqtts://"),
