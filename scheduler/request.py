@@ -92,6 +92,10 @@ class Request(Validated):
         """Characters that are to be tokenised."""
         return len(self.prompt or "") + sum(len(message.content) for message in self.messages or ())
 
+    def with_seed(self, seed: int | None) -> Self:
+        """The same request, drawn from this seed."""
+        return self.model_copy(update={"sampling": self.sampling.model_copy(update={"seed": seed})})
+
     @model_validator(mode="after")
     def _one_prompt(self) -> Self:
         given = [name for name in ("prompt", "prompt_ids", "messages") if getattr(self, name) is not None]

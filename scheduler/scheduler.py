@@ -175,8 +175,7 @@ class Scheduler:
         `submit` raises, but for a full queue."""
         with self._reporting.refusals_counted():
             self._check_open()
-            job = await self._admit(request)
-        return request.model_copy(update={"sampling": request.sampling.model_copy(update={"seed": job.seed})})
+            return request.with_seed((await self._admit(request)).seed)
 
     async def settle(self, request: Request, reason: StopReason, progress: Several[Progress] = ()) -> Result:
         """The result of a request that ends for this reason behind its `progress`, without a row; counted like any

@@ -372,7 +372,4 @@ class Client:
 
 def _with_seed(request: SubmitMessage) -> SubmitMessage:
     """The same request with a seed: one that is run twice must say the same twice."""
-    if request.sampling.seed is not None:
-        return request
-    sampling = request.sampling.model_copy(update={"seed": secrets.randbits(64)})
-    return request.model_copy(update={"sampling": sampling})
+    return request if request.sampling.seed is not None else request.with_seed(secrets.randbits(64))

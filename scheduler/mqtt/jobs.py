@@ -127,7 +127,7 @@ class Jobs:
     def where(self, running: Running) -> tuple[JobState, int | None]:
         """Its state, and how many are ahead of it."""
         if running.job is None:
-            return ("queued", None) if running.number is not None else ("unknown", None)
+            return "queued", None
         state = cast(JobState, running.job.state)
         return state, self._engine.queue_position(running.job.id) if state == "queued" else None
 

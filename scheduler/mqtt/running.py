@@ -66,8 +66,7 @@ class Running:
     def request(self, now: float) -> Request:
         """What the engine is to run: the seed and the time that are left to it are those that it was accepted with."""
         left_s = None if self.expires_at is None else max(self.expires_at - now, SOON_S)
-        request = parse_submit(self.body, len(self.body)).request(self.reply.client, left_s)
-        return request.model_copy(update={"sampling": request.sampling.model_copy(update={"seed": self.seed})})
+        return parse_submit(self.body, len(self.body)).request(self.reply.client, left_s).with_seed(self.seed)
 
     def cancel(self) -> None:
         """Stop it, wherever it is in the engine or on its way there."""

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import shutil
-import socket
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.machine import free_port
 from drumline.scheduler.mqtt.address import BrokerAddress, Tls
 from tests.scheduler.mqtt.support import PATIENCE_S
 
@@ -27,12 +27,6 @@ def program(name: str) -> str:
     if os.environ.get("DRUMLINE_REQUIRE_EXTERNAL") == "1":
         pytest.fail(f"{name} is not installed")
     pytest.skip(f"{name} is not installed")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @asynccontextmanager
