@@ -122,6 +122,10 @@ class CachePool:
         self._leads[row] = _Lead(source, int(self._tenancy[source]), length)
         return self.waits(row)
 
+    def follows(self, row: int) -> bool:
+        """Whether it did when last asked by `waits`, which acts on the answer: this may be asked during a step."""
+        return row in self._leads
+
     def _goes_on(self, lead: _Lead) -> bool:
         """Whether the leader's row is still its own, and has not slid."""
         return bool(self._tenancy[lead.row] == lead.tenancy and not self.origin[lead.row])

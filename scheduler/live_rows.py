@@ -9,7 +9,6 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from drumline.cache_pool.pool import CachePool, RowSnapshot
-from drumline.metrics.instruments import Instruments
 from drumline.model.config import ModelConfig
 from drumline.model.errors import EngineFailed
 from drumline.model.stop_reason import StopReason
@@ -17,6 +16,7 @@ from drumline.scheduler.job import GenerationJob
 from drumline.scheduler.plan import Backlog, Portion, token_cost
 from drumline.scheduler.policy import PRIORITIES
 from drumline.scheduler.queue import RequestQueue
+from drumline.scheduler.reporting import Reporting
 from drumline.scheduler.sequence import Sequence
 from drumline.scheduler.speculation import most_drafts
 from drumline.scheduler.step import RowOutcome
@@ -38,11 +38,12 @@ class LiveRows:
         config: ModelConfig,
         pool: CachePool,
         queue: RequestQueue[Sequence],
-        instruments: Instruments,
+        reporting: Reporting,
         clock: Callable[[], float],
         ended: Callable[[Sequence], None],
     ) -> None:
-        self._config, self._pool, self._queue, self._instruments = config, pool, queue, instruments
+        self._config, self._pool, self._queue, self._reporting = config, pool, queue, reporting
+        self._instruments = reporting.instruments
         self._clock, self._ended = clock, ended
         self.by_row: dict[int, Sequence] = {}
         self.cancel_asked: list[GenerationJob] = []
@@ -78,6 +79,7 @@ class LiveRows:
             waiting.seated(now)
             if waiting.job.started_at is None:
                 waiting.job.started_at = now
+            self._reporting.seated(row, waiting, now)
             if not waiting.charged:  # at once: else one tenant could take all rows before it has cost anything
                 waiting.charged = True
                 self._queue.served(waiting, waiting.prompt_length, 0)
@@ -178,6 +180,7 @@ class LiveRows:
         """End the sequence of a row and free the row, or leave it to who pinned it."""
         self._pool.retire(row, reason)
         sequence = self.by_row.pop(row)
+        self._reporting.left(row, sequence, reason)
         if sequence.job.pin is not None and len(self._pool.ids(row)) >= sequence.prompt_length:
             sequence.job.pin.hold(row, sequence.prompt_length)
         self._end(sequence, reason, error)
@@ -190,6 +193,8 @@ class LiveRows:
         """A step failed, and nobody knows what it left: everything that runs goes on from its tokens and random state,
         in rows that hold nothing. What was pinned is lost."""
         saved = [(sequence, self._pool.snapshot(row)) for row, sequence in self.by_row.items()]
+        for row, sequence in self.by_row.items():
+            self._reporting.left(row, sequence, "restart")
         self.by_row.clear()
         self._pool.reset()
         self.pins.clear()
@@ -202,8 +207,9 @@ class LiveRows:
 
     def fail_all(self, sequences: Iterable[Sequence], error: str) -> None:
         """The engine broke: these end with `error`, whether they run, wait, or were on their way between the two."""
-        for row in self.by_row:
+        for row, sequence in self.by_row.items():
             self._pool.retire(row, "error")
+            self._reporting.left(row, sequence, "error")
         self.by_row.clear()
         self._queue.take_all()
         for sequence in sequences:
@@ -215,7 +221,7 @@ class LiveRows:
             sequence = self.by_row.pop(row)
             sequence.job.preempt_requested = False
             self._put_back(sequence, self._pool.release(row))
-            self._instruments.preempted()
+            self._reporting.preempted(row, sequence)
 
     def _put_back(self, sequence: Sequence, saved: RowSnapshot) -> None:
         """It goes on later, from what was saved."""

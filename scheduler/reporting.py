@@ -1,6 +1,6 @@
-"""What the scheduler tells: metrics, totals, and how fast it has been."""
+"""What happens in a scheduler, told to all who keep count of it: metrics, totals, recent answers, trace, pulse."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry
@@ -10,15 +10,18 @@ from drumline.metrics.instruments import Instruments, RejectReason
 from drumline.model.errors import DrumlineError, EngineFailed, InvalidRequest
 from drumline.scheduler.estimate import Estimate
 from drumline.scheduler.job import GenerationJob
+from drumline.scheduler.pulse import Pulse
 from drumline.scheduler.queue import RequestQueue
+from drumline.scheduler.recent import Recent
 from drumline.scheduler.request import Result
 from drumline.scheduler.sequence import Sequence
-from drumline.scheduler.step import StepReport
+from drumline.scheduler.step import StepReport, StepTimes
 from drumline.scheduler.totals import StepTotals
+from drumline.scheduler.trace import Trace
 
 
 class Reporting:
-    """Turns what happened into instruments and sums. Raises `InvalidRequest` for a name that the registry knows."""
+    """One verb an event, called on the event loop. Raises `InvalidRequest` for a name that the registry knows."""
 
     def __init__(self, registry: CollectorRegistry, name: str, clock: Callable[[], float]) -> None:
         try:
@@ -27,11 +30,34 @@ class Reporting:
             raise InvalidRequest("name", str(error).removeprefix("name: ")) from None
         self.totals = StepTotals()
         self.estimate = Estimate()
+        self.recent = Recent(clock)
+        self.trace = Trace(name)
+        self.pulse = Pulse(clock)
         self._clock = clock
 
-    def stepped(self, report: StepReport, generated: int, plan_s: float, commit_s: float, step_s: float) -> None:
-        """One step is done, wall time `step_s`."""
+    def seated(self, row: int, sequence: Sequence, now: float) -> None:
+        """A sequence got a row."""
+        self.trace.seated(row, sequence, now - sequence.job.submitted_at)
+
+    def left(self, row: int, sequence: Sequence, reason: str) -> None:
+        """A sequence lost its row, to its end or to go on later."""
+        self.trace.left(row, sequence, reason)
+
+    def preempted(self, row: int, sequence: Sequence) -> None:
+        """A sequence had to give its row to another."""
+        self.instruments.preempted()
+        self.left(row, sequence, "preempted")
+
+    def computed(self, report: StepReport, sequences: Mapping[int, Sequence], began: float, ended: float) -> None:
+        """The model is done with a step, of which nothing is committed yet."""
+        self.trace.computed(report, sequences, began, ended)
+
+    def stepped(self, report: StepReport, generated: int, times: StepTimes) -> None:
+        """One step is done."""
+        step_s = times.committed - times.started
         self.totals.add(report, generated, step_s)
+        self.recent.tokens(report.prompt_tokens, generated)
+        self.trace.stepped(report, times)
         self.estimate.observe(len(report.outcomes), report.prompt_tokens, generated, step_s)
         self.instruments.prompt_computed(report.prompt_tokens)
         self.instruments.generated(generated)
@@ -39,20 +65,29 @@ class Reporting:
             len(report.outcomes),
             report.tokens,
             report.padding_ratio,
-            {"plan": plan_s, "forward": report.forward_s, "sample": report.sample_s, "commit": commit_s},
+            {
+                "plan": times.planned - times.started,
+                "forward": report.forward_s,
+                "sample": report.sample_s,
+                "commit": times.committed - times.computed,
+            },
         )
 
     def levels(self, queue: RequestQueue[Sequence], live: int, pool: CachePool) -> None:
         """What waits and runs now."""
-        since = queue.waiting_since
         self.instruments.levels(
             queued=queue.by_priority,
-            oldest_queued_s=0.0 if since is None else self._clock() - since,
+            oldest_queued_s=self.oldest_queued_s(queue),
             rows_live=live,
             rows_capacity=pool.rows,
             kv_tokens=pool.kv_tokens,
             kv_capacity=pool.rows * pool.window,
         )
+
+    def oldest_queued_s(self, queue: RequestQueue[Sequence]) -> float:
+        """Age of the oldest that waits; 0 where none does."""
+        since = queue.waiting_since
+        return 0.0 if since is None else self._clock() - since
 
     def check_deadline(self, job: GenerationJob, ahead_tokens: int) -> None:
         """Raise `InvalidRequest` for a job that cannot be expected to end in time, behind so many tokens of others."""
@@ -74,12 +109,25 @@ class Reporting:
                 reason = "failed"
             elif isinstance(error, InvalidRequest):
                 reason = "duplicate_id" if error.field == "id" else "invalid"
-            self.instruments.rejected(reason)
+            self.rejected(reason)
             raise
+
+    def rejected(self, reason: RejectReason, job_id: str | None = None) -> None:
+        """A request was refused."""
+        self.instruments.rejected(reason)
+        self.trace.refused(reason, job_id)
+
+    def loop_lag(self, seconds: float) -> None:
+        """The event loop came back from a sleep, so much later than planned."""
+        self.pulse.beat()
+        self.instruments.loop_lag(seconds)
+        self.trace.loop_lag(seconds)
 
     def ended(self, job: GenerationJob, result: Result) -> None:
         """A job has its result."""
         self.totals.finished += 1
+        self.recent.ended(job, result)
+        self.trace.ended(job, result)
         timings, usage = result.timings, result.usage
         self.instruments.request_done(
             result.status,

@@ -10,7 +10,6 @@ from functools import cached_property
 from itertools import takewhile
 from types import TracebackType
 from typing import Self
-from uuid import uuid4
 
 from prometheus_client import CollectorRegistry
 
@@ -19,24 +18,25 @@ from drumline.cache_pool.store import make_kv
 from drumline.metrics.instruments import watch_loop_lag
 from drumline.model.backends import make_backend
 from drumline.model.backends.fingerprint import fingerprint
-from drumline.model.errors import EngineFailed, InvalidRequest, QueueFull, SchedulerClosed
+from drumline.model.errors import EngineFailed, InvalidRequest, SchedulerClosed
 from drumline.model.language_model import LanguageModel
 from drumline.model.stop_reason import StopReason
-from drumline.scheduler.admission import Admission, Admitted
 from drumline.scheduler.config import DRAFT_TOKENS, VERSION, SchedulerConfig
 from drumline.scheduler.engine import Statistics
+from drumline.scheduler.intake import Intake
 from drumline.scheduler.job import GenerationJob
 from drumline.scheduler.live_rows import LiveRows
+from drumline.scheduler.live_view import LiveView, answers_view, live_rows, percentiles
 from drumline.scheduler.pins import Pin, pin_prompt
 from drumline.scheduler.plan import plan_step
 from drumline.scheduler.policy import Policy, checked_policy
-from drumline.scheduler.progress import Progress, check_progress
+from drumline.scheduler.progress import Progress
 from drumline.scheduler.queue import RequestQueue
 from drumline.scheduler.reporting import Reporting
 from drumline.scheduler.request import Request, Result
 from drumline.scheduler.sequence import Sequence
-from drumline.scheduler.step import StepRunner
-from drumline.scheduler.submit_line import SubmitLine
+from drumline.scheduler.step import StepRunner, StepTimes
+from drumline.scheduler.trace import Trace
 
 _log = logging.getLogger("drumline")
 
@@ -102,22 +102,37 @@ class Scheduler:
                 "require_exact", f"precision {model.precision} on the {self.backend.name} backend is not exact"
             )
         self.registry = CollectorRegistry() if registry is None else registry
-        self._clock = clock
+        self._clock, self._made_at = clock, clock()
         self._draft_tokens = draft_tokens if self.backend.exact else 0  # elsewhere they would change roundings
         self._pool = CachePool(model, rows, make_kv(self.backend.name, model, rows), reuse)
         self._queue: RequestQueue[Sequence] = RequestQueue(queue_requests, queue_tokens, checked_policy(policy))
-        self._admission = Admission(model, rows)
         self._runner = StepRunner(self.backend, self._pool)
         self._reporting = Reporting(self.registry, name, clock)
         self.instruments = self._reporting.instruments
+        self.trace: Trace = self._reporting.trace
         self.instruments.identify(
             version=VERSION, model=model.name, precision=model.precision, backend=self.backend.name
         )
-        self._rows = LiveRows(model.config, self._pool, self._queue, self.instruments, clock, self._sequence_ended)
-        self._jobs: dict[str, GenerationJob] = {}
-        self._line = SubmitLine(self._enqueue, clock)
-        self._wake, self._quiet = asyncio.Event(), asyncio.Event()
-        self._quiet.set()
+        self._rows = LiveRows(
+            model.config,
+            self._pool,
+            self._queue,
+            self._reporting,
+            clock,
+            lambda ended: self._intake.sequence_ended(ended),
+        )
+        self._intake = Intake(
+            model,
+            self.config,
+            self._pool,
+            self._queue,
+            self._rows,
+            self._reporting,
+            clock,
+            self._check_open,
+            self._changed,
+        )
+        self._wake = asyncio.Event()
         self._closed = self._draining = False
         self._failure: str | None = None
         self._restarts_left = restarts
@@ -132,7 +147,7 @@ class Scheduler:
             await asyncio.get_running_loop().run_in_executor(self._torch, self._runner.warm_up)
         self._tasks = [
             asyncio.create_task(self._run(), name=f"drumline-{self.config.name}-loop"),
-            asyncio.create_task(watch_loop_lag(self.instruments.loop_lag), name=f"drumline-{self.config.name}-lag"),
+            asyncio.create_task(watch_loop_lag(self._reporting.loop_lag), name=f"drumline-{self.config.name}-lag"),
         ]
         return self
 
@@ -152,6 +167,10 @@ class Scheduler:
         """False once a step has failed: the scheduler takes no request any more."""
         return self._failure is None
 
+    def health(self) -> list[str]:
+        """What is wrong with it, in words; empty where the event loop and the engine move. For any thread."""
+        return [*([f"the engine failed: {self._failure}"] if self._failure else []), *self._reporting.pulse.troubles()]
+
     @property
     def ready(self) -> bool:
         """Whether a request would be taken now."""
@@ -165,25 +184,17 @@ class Scheduler:
         `EngineFailed`. Whatever takes long to read is read in a thread. A deadline that passes while there is no room
         ends the job like any other.
         """
-        with self._reporting.refusals_counted():
-            self._check_open()
-            job = await self._admit(request, progress)
-        return await self._line.enter(job) if wait else self._enqueue_at_once(job)
+        return await self._intake.take(request, progress, wait)
 
     async def check(self, request: Request) -> Request:
         """The request as it would run: with a seed. Raises `InvalidRequest` for one that never could, and what else
         `submit` raises, but for a full queue."""
-        with self._reporting.refusals_counted():
-            self._check_open()
-            return request.with_seed((await self._admit(request)).seed)
+        return await self._intake.check(request)
 
     async def settle(self, request: Request, reason: StopReason, progress: Several[Progress] = ()) -> Result:
         """The result of a request that ends for this reason behind its `progress`, without a row; counted like any
         other. Raises `InvalidRequest`."""
-        job = await self._admit(request, progress)
-        job.settle(reason)
-        self._check_new(job)
-        self._register(job)
+        job = await self._intake.settle(request, reason, progress)
         return await job.result()
 
     def submit_nowait(self, request: Request) -> GenerationJob:
@@ -191,10 +202,7 @@ class Scheduler:
 
         A grammar is compiled here and now, which `submit` does in a thread.
         """
-        with self._reporting.refusals_counted():
-            self._check_open()
-            job = self._make_job(self._admission.admit(request))
-        return self._enqueue_at_once(job)
+        return self._intake.take_at_once(request)
 
     def preempt(self, job: GenerationJob) -> None:
         """Take a running job's rows at the next step boundary and put it back in the queue.
@@ -216,13 +224,13 @@ class Scheduler:
     async def drain(self, timeout: float | None = None) -> None:
         """Take no more requests and finish all that were accepted; at `timeout` (seconds) the rest ends `cancelled`."""
         self._draining = True
-        self._line.advance()
+        self._intake.line.advance()
         try:
-            await asyncio.wait_for(self._quiet.wait(), timeout)
+            await asyncio.wait_for(self._intake.quiet.wait(), timeout)
         except TimeoutError:
-            for job in self._jobs.values():
+            for job in self._intake.jobs.values():
                 job.cancel()
-            await self._quiet.wait()
+            await self._intake.quiet.wait()
 
     async def close(self) -> None:
         """Cancel what runs, stop the loop and free the threads, the pool's name and its metrics. Twice is harmless."""
@@ -234,7 +242,9 @@ class Scheduler:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._reporting.pulse.stop()
         self._torch.shutdown()
+        await asyncio.to_thread(self.trace.stop)
         self.instruments.close()
 
     def queue_position(self, job_id: str) -> int | None:
@@ -242,7 +252,7 @@ class Scheduler:
 
         The policy may take it earlier or later than that.
         """
-        job = self._jobs.get(job_id)
+        job = self._intake.jobs.get(job_id)
         if job is None or job.state != "queued":
             return None
         ahead = takewhile(lambda other: other is not job, (sequence.job for sequence in self._queue))
@@ -263,6 +273,35 @@ class Scheduler:
             **self._reporting.totals.as_dict(),
         )
 
+    def live(self, *, show_text: bool = False) -> LiveView:
+        """A picture of rows, queue and recent answers for people to look at. Call it on the event loop."""
+        now, recent, queue = self._clock(), self._reporting.recent, self._queue
+        troubles = self.health()
+        return LiveView(
+            name=self.config.name,
+            model=self.model.name,
+            precision=self.model.precision,
+            backend=self.backend.name,
+            version=VERSION,
+            state="failed" if troubles else "draining" if self._draining else "ready" if self.ready else "starting",
+            troubles=tuple(troubles),
+            uptime_s=now - self._made_at,
+            capacity=self.config.rows,
+            rows=live_rows(self._rows.by_row, self._pool, now),
+            queued=dict(queue.by_priority),
+            oldest_queued_s=self._reporting.oldest_queued_s(queue),
+            kv_tokens=self._pool.kv_tokens,
+            kv_capacity_tokens=self.config.rows * self.model.window,
+            generated_by_second=recent.generated_by_second(),
+            prompt_by_second=recent.prompt_by_second(),
+            finished=self._reporting.totals.finished,
+            steps=self._reporting.totals.steps,
+            first_token_s=percentiles(recent, lambda answer: answer.first_token_s),
+            inter_token_s=percentiles(recent, lambda answer: answer.inter_token_s),
+            total_s=percentiles(recent, lambda answer: answer.total_s),
+            answers=answers_view(recent, now, show_text),
+        )
+
     def check_integrity(self) -> None:
         """Raise `RuntimeError` if pool, queue and rows contradict one another. Call it between steps."""
         self._pool.check_integrity()
@@ -271,61 +310,11 @@ class Scheduler:
         if alive != set(self._rows.by_row):
             raise RuntimeError(f"pool says rows {sorted(alive)} live, the scheduler {sorted(self._rows.by_row)}")
 
-    def _make_job(self, admitted: Admitted) -> GenerationJob:
-        job_id = admitted.request.id or uuid4().hex
-        return GenerationJob(job_id, admitted, self.model, self._clock(), self._cancel_asked)
-
-    async def _admit(self, request: Request, progress: Several[Progress] = ()) -> GenerationJob:
-        job = self._make_job(await self._admission.admit_without_blocking(request))
-        check_progress(request, progress, self.model.config.vocab_size)
-        job.go_on_from(progress)
-        return job
-
-    def _enqueue_at_once(self, job: GenerationJob) -> GenerationJob:
-        try:
-            return self._enqueue(job)
-        except QueueFull:
-            self.instruments.rejected("queue_full")
-            raise
-
-    def _enqueue(self, job: GenerationJob) -> GenerationJob:
-        """Put a job in the queue, or end it where it needs no row; raises `QueueFull`."""
-        with self._reporting.refusals_counted():
-            self._check_open()
-            self._check_new(job)
-            if self.config.refuse_late:
-                ahead = 0 if self._pool.free else self._queue.tokens_before(job.request.priority)
-                self._reporting.check_deadline(job, ahead)
-        if job.request.max_tokens == 0:  # legal, and done: no row is needed to generate nothing
-            job.settle("budget")
-        elif job.expired(self._clock()):
-            job.settle("deadline")
-        self._rows.enqueue([sequence for sequence in job.sequences if sequence.choice not in job.settled])
-        self._register(job)
-        self._wake.set()
-        self._publish_levels()
-        return job
-
-    def _check_new(self, job: GenerationJob) -> None:
-        if job.id in self._jobs:
-            raise InvalidRequest("id", f"a job {job.id} is queued or running")
-
-    def _register(self, job: GenerationJob) -> None:
-        """The job is ours now; what needs no row ends at once."""
-        self._jobs[job.id] = job
-        self._quiet.clear()
-        for choice, reason in job.settled.items():
-            self._rows.end_unseated(job.sequences[choice], reason)
-
     def _check_open(self) -> None:
         if self._failure is not None:
             raise EngineFailed(self._failure)
         if self._draining or self._closed or not self._tasks:
             raise SchedulerClosed("the scheduler is draining or closed" if self._tasks else "enter the scheduler first")
-
-    def _cancel_asked(self, job: GenerationJob) -> None:
-        self._rows.cancel_asked.append(job)
-        self._wake.set()
 
     async def _run(self) -> None:
         try:
@@ -359,41 +348,36 @@ class Scheduler:
         self._rows.seat()
         plan = plan_step(self._rows.backlogs(), self.config.step_tokens)
         plan = self._rows.with_drafts(plan, self._draft_tokens)
-        self._line.advance()
+        self._intake.line.advance()
         self._publish_levels()
         if not plan:
             return False
         planned = time.perf_counter()
         loop = asyncio.get_running_loop()
         try:
-            report = await loop.run_in_executor(self._torch, self._runner.run, plan, dict(self._rows.by_row))
+            with self._reporting.pulse.stepping():
+                report = await loop.run_in_executor(self._torch, self._runner.run, plan, dict(self._rows.by_row))
         except Exception as error:
             raise _StepFailed(error) from error
-        stepped = time.perf_counter()
+        computed = time.perf_counter()
+        self._reporting.computed(report, self._rows.by_row, planned, computed)
         generated = self._rows.commit(report.outcomes)
-        self._reporting.stepped(
-            report, generated, planned - started, time.perf_counter() - stepped, time.perf_counter() - started
-        )
+        self._reporting.stepped(report, generated, StepTimes(started, planned, computed, time.perf_counter()))
         return True
+
+    def _changed(self) -> None:
+        """The loop has something new to do."""
+        self._wake.set()
+        self._publish_levels()
 
     def _publish_levels(self) -> None:
         self._reporting.levels(self._queue, len(self._rows.by_row), self._pool)
-
-    def _sequence_ended(self, sequence: Sequence) -> None:
-        job = sequence.job
-        result = job.finish(self._clock())
-        if result is None:
-            return
-        del self._jobs[job.id]
-        self._reporting.ended(job, result)
-        if not self._jobs:
-            self._quiet.set()
 
     def _fail(self, reason: str) -> None:
         if self._closed:  # it was `close` that ended the loop, when nothing was left to run
             return
         self._failure = reason
-        unfinished = [s for job in self._jobs.values() for s in job.sequences if s.stop_reason is None]
+        unfinished = [s for job in self._intake.jobs.values() for s in job.sequences if s.stop_reason is None]
         self._rows.fail_all(unfinished, reason)
-        self._line.advance()
+        self._intake.line.advance()
         self._publish_levels()

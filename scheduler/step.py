@@ -69,6 +69,16 @@ class StepReport:
         return 1 - self.real_cells / self.padded_cells
 
 
+@dataclass(frozen=True)
+class StepTimes:
+    """When the parts of a step began and ended, in seconds of `time.perf_counter`."""
+
+    started: float
+    planned: float
+    computed: float
+    committed: float
+
+
 class StepRunner:
     """Runs plans against one pool. Reads the pool and the sequences, and changes nothing but keys and values: the
     scheduler commits afterwards, so a step that raises leaves every row where it was."""

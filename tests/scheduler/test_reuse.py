@@ -159,7 +159,7 @@ class TestPins:
         async with Scheduler(tiny(), rows=2, step_tokens=16) as scheduler:
             pinning = asyncio.create_task(scheduler.pin(Request(prompt_ids=SYSTEM, id="pinned")))
             await until(lambda: scheduler.statistics().prompt_tokens > 0)
-            scheduler.preempt(scheduler._jobs["pinned"])
+            scheduler.preempt(scheduler._intake.jobs["pinned"])
             pin = await pinning
             assert metric(scheduler, "preemptions_total") == 1
             results = [await (await scheduler.submit(asking(number))).result() for number in (5, 6)]
