@@ -287,8 +287,8 @@ class TestResult:
             return scores
 
         async with Scheduler(tiny_model(), rows=1, clock=lambda: now) as scheduler:
-            first = await scheduler.submit(asking(tokens=3, processors=[advance]))
-            second = await scheduler.submit(asking(tokens=4, processors=[advance]))
+            first = scheduler.submit_nowait(asking(tokens=3, processors=[advance]))
+            second = scheduler.submit_nowait(asking(tokens=4, processors=[advance]))
             done, later = await first.result(), await second.result()
         assert done.timings.queued_s == 0.0
         assert (done.timings.first_token_s, done.timings.prefill_s) == (1.0, 1.0)

@@ -54,16 +54,18 @@ async def test_bits_do_not_depend_on_chunks_neighbours_or_reuse(smollm2_int8: La
 
 
 async def test_a_prompt_that_is_cancelled_on_its_way_tells_what_it_has():
-    (whole,) = await generate(tiny_model(window=64), asking(), step_tokens=16)
-    async with Scheduler(tiny_model(window=64), rows=1, step_tokens=16) as scheduler:
-        job = await scheduler.submit(asking())
+    prompt = PROMPT * 20  # so many steps that the cancellation meets one of them
+    (whole,) = await generate(tiny_model(window=1024), asking(prompt_ids=prompt), step_tokens=16)
+    async with Scheduler(tiny_model(window=1024), rows=1, step_tokens=16) as scheduler:
+        job = await scheduler.submit(asking(prompt_ids=prompt))
         await until(lambda: scheduler.statistics().prompt_tokens > 0)
         job.cancel()
         result = await job.result()
     assert result.stop_reason == "cancelled"
     known = [entry for entry in result.prompt_logprobs if entry is not None]
-    assert 15 <= len(known) < len(PROMPT) - 1
-    assert result.prompt_logprobs == (None, *whole.prompt_logprobs[1 : len(known) + 1], *[None] * (39 - len(known)))
+    assert 15 <= len(known) < len(prompt) - 1
+    unknown = len(prompt) - 1 - len(known)
+    assert result.prompt_logprobs == (None, *whole.prompt_logprobs[1 : len(known) + 1], *[None] * unknown)
 
 
 async def test_what_is_not_asked_is_not_told():
