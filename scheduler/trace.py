@@ -34,7 +34,7 @@ class Trace:
         self._file: TraceFile | None = None
         self._events: list[dict[str, Any]] = []
         self._named: set[int] = set()
-        self._seated_at: dict[int, float] = {}
+        self._seated: dict[int, tuple[float, Sequence]] = {}
         self._waiting_since: dict[Sequence, float] = {}
 
     @property
@@ -52,7 +52,7 @@ class Trace:
             raise InvalidRequest("trace", f"is being recorded already, into {self._file.path}")
         self._file = TraceFile(path, max_bytes)
         self._named.clear()
-        self._seated_at.clear()
+        self._seated.clear()
         self._waiting_since.clear()
         self._events = [_named("process_name", PROCESS, 0, f"drumline {self._worker}")]
         for track, name in ((PHASES, "step phases"), (EVENT_LOOP, "event loop"), (ENDS, "requests ended")):
@@ -60,11 +60,12 @@ class Trace:
 
     def stop(self) -> TraceSummary | None:
         """End the recording, and say what came of it; None where there was none. Waits until all is written."""
-        file, self._file = self._file, None
-        if file is None:
+        if self._file is None:
             return None
-        file.put(self._events)
-        self._events = []
+        for row in list(self._seated):
+            self._occupied(row, time.perf_counter(), "still running")
+        self._flush()
+        file, self._file = self._file, None
         return file.close()
 
     def seated(self, row: int, sequence: Sequence, waited_s: float) -> None:
@@ -73,7 +74,7 @@ class Trace:
             return
         now = time.perf_counter()
         began = self._waiting_since.pop(sequence, now - waited_s)
-        self._seated_at[row] = now
+        self._seated[row] = now, sequence
         span = {"cat": "request", "id": _span_id(sequence.job), "pid": PROCESS, "tid": ENDS, "name": "queued"}
         self._add({**span, "ph": "b", "ts": _us(began), "args": {"row": row}}, {**span, "ph": "e", "ts": _us(now)})
 
@@ -82,13 +83,9 @@ class Trace:
         if not self.recording:
             return
         now = time.perf_counter()
-        began = self._seated_at.pop(row, None)
         if reason in ("preempted", "restart"):
             self._waiting_since[sequence] = now
-        if began is not None:
-            tokens = {"prompt_tokens": sequence.prompt_length, "generated_tokens": len(sequence.token_ids)}
-            request = {"tenant": sequence.tenant, "priority": sequence.priority, "choice": sequence.choice}
-            self._slice(FIRST_ROW + row, sequence.job.id, began, now, {**request, **tokens, "ended": reason})
+        self._occupied(row, now, reason)
         self._instant(FIRST_ROW + row, reason, now, {"job": sequence.job.id})
 
     def computed(self, report: StepReport, sequences: Mapping[int, Sequence], began: float, ended: float) -> None:
@@ -140,6 +137,15 @@ class Trace:
         """A request was not taken."""
         if self.recording:
             self._instant(EVENT_LOOP, f"rejected: {reason}", time.perf_counter(), {"job": job_id})
+
+    def _occupied(self, row: int, now: float, ended: str) -> None:
+        """The slice around all that a row did for one request; none where it was seated before the recording."""
+        if row not in self._seated:
+            return
+        began, sequence = self._seated.pop(row)
+        request = {"tenant": sequence.tenant, "priority": sequence.priority, "choice": sequence.choice}
+        tokens = {"prompt_tokens": sequence.prompt_length, "generated_tokens": len(sequence.token_ids)}
+        self._slice(FIRST_ROW + row, sequence.job.id, began, now, {**request, **tokens, "ended": ended})
 
     def _row_slice(self, outcome: RowOutcome, sequence: Sequence, began: float, ended: float) -> None:
         segment = outcome.segment

@@ -28,6 +28,11 @@ class TraceSummary:
     complete: bool
     """False where the file was full, or could not be written, before the end."""
 
+    def __str__(self) -> str:
+        cut = "" if self.complete else ", cut off"
+        size = f"{self.events} events, {self.size_bytes / 2**20:.1f} MiB{cut}"
+        return f"trace {self.path} ({size}): open it at ui.perfetto.dev"
+
 
 class TraceFile:
     """A JSON array that is a whole one from its end on. Cut off by a kill it still opens: readers of the format do

@@ -1,6 +1,7 @@
 """`drumline bench`: how fast a workload runs when all of it is queued at once."""
 
 import json
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,20 +37,23 @@ def bench(
     backend: options.BackendName = "auto",
     threads: options.Threads = None,
     as_json: options.AsJson = False,
+    trace: Annotated[Path | None, typer.Option(help="Record a timeline of the run, for ui.perfetto.dev.")] = None,
 ) -> None:
     """Measure tokens per second, time to first token and gaps between tokens. EOS is ignored."""
     options.use_threads(threads)
     requests = with_sampling(read_workload(workload), sampling, seed)
     loaded = options.open_model(model, precision, window)
     settings = EngineSettings(rows, step_tokens, options.chosen_backend(backend), draft_tokens, reuse == "on")
-    report = run_loop(measure(loaded, requests, settings))
+    report = run_loop(measure(loaded, requests, settings, trace))
     if as_json:
         print(json.dumps(report))
     else:
         _print_table(f"{workload.name}, {loaded.name}, {sampling}, {rows} rows", report)
 
 
-async def measure(model: LanguageModel, requests: Sequence[Request], settings: EngineSettings) -> Report:
+async def measure(
+    model: LanguageModel, requests: Sequence[Request], settings: EngineSettings, trace: Path | None = None
+) -> Report:
     """Run the workload once, after a short warm-up, and report on it. Times in seconds."""
     async with make_scheduler(model, requests, settings) as scheduler:
         warm_up = Request(prompt_ids=(0,) * min(model.window, 64), max_tokens=4, ignore_eos=True, overflow="stop")
@@ -57,10 +61,14 @@ async def measure(model: LanguageModel, requests: Sequence[Request], settings: E
     with options.progress() as progress:
         task = progress.add_task("jobs", total=len(requests))
         async with make_scheduler(model, requests, settings) as scheduler:
+            if trace is not None:
+                scheduler.trace.start(trace)
             started = time.perf_counter()
             results = await run_all(scheduler, requests, lambda: progress.advance(task))
             wall_s = time.perf_counter() - started
             statistics = scheduler.statistics()
+            if (recorded := scheduler.trace.stop()) is not None:
+                print(recorded, file=sys.stderr)
     return report_of(results, statistics, wall_s)
 
 
