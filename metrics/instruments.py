@@ -1,178 +1,27 @@
 """The metrics of a scheduler: one verb per event, every series there from the first scrape.
 
 Each series carries a label `scheduler`, so that several schedulers can share a host's registry. The other labels take
-values from the fixed sets below, and any other value is a `ValueError`: a typo must not become a new time series.
+values from the fixed sets of `definitions`, and any other value is a `ValueError`: a typo must not become a new time
+series.
 """
 
-import asyncio
-import threading
-import time
-from bisect import bisect_left
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Literal, TypeVar, get_args
-from weakref import WeakKeyDictionary
+from collections.abc import Callable, Mapping
+from typing import TypeVar, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Info
 
-Priority = Literal["low", "normal", "high"]
-Outcome = Literal["completed", "cancelled", "expired", "failed", "rejected"]
-RejectReason = Literal[
-    "invalid", "queue_full", "draining", "failed", "duplicate_id", "too_large", "unparsable", "quota", "journal"
-]
-Phase = Literal["plan", "forward", "sample", "commit"]
-Direction = Literal["in", "out"]
-MessageKind = Literal["submit", "cancel", "get", "state", "chunk", "result", "status", "dead"]
-
-MESSAGES: dict[Direction, tuple[MessageKind, ...]] = {
-    "in": ("submit", "cancel", "get"),
-    "out": ("state", "chunk", "result", "status", "dead"),
-}
-"""Which kinds travel which way: `in` is what devices publish, `out` what the worker publishes."""
-
-LATENCY_BUCKETS = (
-    *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
-    *(0.1, 0.2, 0.5, 1.0, 5.0),
+from drumline.metrics.definitions import (
+    MESSAGES,
+    Direction,
+    MessageKind,
+    Outcome,
+    Phase,
+    Priority,
+    RejectReason,
 )
-"""Seconds of one step or one token: dense between 5 and 50 ms, where small models on a CPU live."""
-DURATION_BUCKETS = (
-    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
-    *(1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
-)
-"""Seconds of a whole request: up to ten minutes in a long queue."""
-ROW_BUCKETS = tuple(float(2**power) for power in range(9))
-TOKEN_BUCKETS = tuple(float(2**power) for power in range(15))
-RATIO_BUCKETS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+from drumline.metrics.families import Family, Histogram, claim, lock, one_of
 
-# name: (help, labels beside `scheduler`)
-GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "requests_queued": ("Requests that wait for a row.", ("priority",)),
-    "oldest_queued_seconds": ("Age of the oldest waiting request, 0 when none waits.", ()),
-    "rows_live": ("Rows that hold a request.", ()),
-    "rows_capacity": ("Rows of the pool.", ()),
-    "kv_tokens": ("Tokens held in the K/V cache.", ()),
-    "kv_utilization_ratio": ("Tokens held in the K/V cache over its capacity.", ()),
-    "mqtt_connected": ("1 while connected to the broker.", ()),
-}
-COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "requests_total": ("Requests that reached their end, by outcome.", ("outcome",)),
-    "rejected_total": ("Requests refused, by reason.", ("reason",)),
-    "prompt_tokens_total": ("Prompt tokens computed by the model or reused from the cache.", ("source",)),
-    "generated_tokens_total": ("Tokens generated.", ()),
-    "draft_tokens_total": ("Tokens drafted for rows that run nearly alone, by what became of them.", ("outcome",)),
-    "steps_total": ("Steps of the engine.", ()),
-    "restarts_total": ("Failed steps after which the engine started anew.", ()),
-    "preemptions_total": ("Rows taken from a running request.", ()),
-    "window_recomputes_total": ("Recomputes of a full window.", ()),
-    "journal_commits_total": ("Groups of events that the journal has on the disk.", ()),
-    "mqtt_messages_total": ("MQTT messages handled.", ("direction", "kind")),
-}
-HISTOGRAMS: dict[str, tuple[str, tuple[str, ...], tuple[float, ...]]] = {
-    "queue_seconds": ("Time from submit to a row.", (), DURATION_BUCKETS),
-    "time_to_first_token_seconds": ("Time from submit to the first token.", (), DURATION_BUCKETS),
-    "inter_token_seconds": ("Time between tokens of one row; those of one step come together.", (), LATENCY_BUCKETS),
-    "request_seconds": ("Time from submit to the end.", (), DURATION_BUCKETS),
-    "step_seconds": ("Time of one step, by phase.", ("phase",), LATENCY_BUCKETS),
-    "step_rows": ("Rows in one step.", (), ROW_BUCKETS),
-    "step_tokens": ("Tokens fed in one step.", (), TOKEN_BUCKETS),
-    "padding_ratio": ("Share of one step's positions that were padding.", (), RATIO_BUCKETS),
-    "event_loop_lag_seconds": ("Delay of the event loop beyond a planned sleep.", (), LATENCY_BUCKETS),
-    "prompt_tokens": ("Prompt tokens of one request.", (), TOKEN_BUCKETS),
-    "generated_tokens": ("Generated tokens of one request.", (), TOKEN_BUCKETS),
-}
-INFOS: dict[str, str] = {
-    "build": "The version that runs.",
-    "model": "The model that is served.",
-}
-
-
-class _Histogram(Histogram):
-    """A histogram that takes one value many times at the price of once."""
-
-    def observe_times(self, amount: float, times: int) -> None:
-        self._sum.inc(amount * times)
-        self._buckets[bisect_left(self._upper_bounds, amount)].inc(times)
-
-
-_K = TypeVar("_K")
-_V = TypeVar("_V")
-_Family = Gauge | Counter | _Histogram | Info
-_F = TypeVar("_F", Gauge, Counter, _Histogram, Info)
-
-
-class _Families(Collector):
-    """All metric families of one registry, as one collector.
-
-    One collector registers wholly or not at all, and it may do what the registry forbids two collectors: hold both a
-    counter `prompt_tokens_total` and a histogram `prompt_tokens`, whose family names in OpenMetrics are the same.
-    """
-
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-        self.gauges = {
-            name: Gauge(f"drumline_{name}", text, ("scheduler", *labels), registry=None)
-            for name, (text, labels) in GAUGES.items()
-        }
-        self.counters = {
-            name: Counter(f"drumline_{name}", text, ("scheduler", *labels), registry=None)
-            for name, (text, labels) in COUNTERS.items()
-        }
-        self.histograms = {
-            name: _Histogram(f"drumline_{name}", text, ("scheduler", *labels), buckets=buckets, registry=None)
-            for name, (text, labels, buckets) in HISTOGRAMS.items()
-        }
-        self.infos = {
-            name: Info(f"drumline_{name}", text, ("scheduler",), registry=None) for name, text in INFOS.items()
-        }
-
-    def members(self) -> Iterable[_Family]:
-        """Every family."""
-        yield from self.gauges.values()
-        yield from self.counters.values()
-        yield from self.histograms.values()
-        yield from self.infos.values()
-
-    def describe(self) -> Iterable[Metric]:
-        """The names that the registry holds for us."""
-        for member in self.members():
-            yield from member.describe()
-
-    def collect(self) -> Iterable[Metric]:
-        """Families that have a series, without `_created`: of two families of one name, both would claim it."""
-        for member in self.members():
-            for metric in member.collect():
-                metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
-                if metric.samples:
-                    yield metric
-
-
-_lock = threading.Lock()
-_families: WeakKeyDictionary[CollectorRegistry, _Families] = WeakKeyDictionary()
-
-
-def _claim(registry: CollectorRegistry, name: str) -> _Families:
-    """The families of `registry`, made at the first call, with `name` taken."""
-    if not name:
-        raise ValueError("name: a scheduler's metrics need a name that is not empty")
-    with _lock:
-        families = _families.get(registry)
-        if families is None:
-            families = _Families()
-            registry.register(families)
-            _families[registry] = families
-        if name in families.names:
-            raise ValueError(f"name: another scheduler {name!r} already exports metrics in this registry")
-        families.names.add(name)
-        return families
-
-
-def _one_of(children: Mapping[_K, _V], label: str, value: _K) -> _V:
-    """The child of a label's value; `ValueError` names the label and what it may be."""
-    try:
-        return children[value]
-    except KeyError:
-        allowed = ", ".join(str(key) for key in children)
-        raise ValueError(f"{label}: {value!r} is not one of {allowed}") from None
+_F = TypeVar("_F", Gauge, Counter, Histogram, Info)
 
 
 class Instruments:
@@ -184,12 +33,14 @@ class Instruments:
 
     def __init__(self, registry: CollectorRegistry, name: str) -> None:
         self.name = name
-        self._families = _claim(registry, name)
+        self._families = claim(registry, name)
         self._closed = False
-        self._children: set[tuple[_Family, tuple[str, ...]]] = set()
+        self._children: set[tuple[Family, tuple[str, ...]]] = set()
         gauges, counters, histograms = self._families.gauges, self._families.counters, self._families.histograms
         child = self._child
 
+        self._ready = child(gauges["ready"])
+        self._healthy = child(gauges["healthy"])
         self._queued: dict[Priority, Gauge] = {
             value: child(gauges["requests_queued"], value) for value in get_args(Priority)
         }
@@ -199,6 +50,8 @@ class Instruments:
         self._kv_tokens = child(gauges["kv_tokens"])
         self._kv_utilization = child(gauges["kv_utilization_ratio"])
         self._mqtt_connected = child(gauges["mqtt_connected"])
+        self._journal_up = child(gauges["journal_up"])
+        self._journal_up.set(1)
 
         self._requests: dict[str, Counter] = {
             value: child(counters["requests_total"], value) for value in get_args(Outcome)
@@ -213,6 +66,7 @@ class Instruments:
         self._steps = child(counters["steps_total"])
         self._preemptions = child(counters["preemptions_total"])
         self._journal_commits = child(counters["journal_commits_total"])
+        self._journal_events = child(counters["journal_events_total"])
         self._restarts = child(counters["restarts_total"])
         self._recomputes = child(counters["window_recomputes_total"])
         self._messages: dict[str, dict[str, Counter]] = {
@@ -224,13 +78,14 @@ class Instruments:
         self._first_token = child(histograms["time_to_first_token_seconds"])
         self._inter_token = child(histograms["inter_token_seconds"])
         self._request_seconds = child(histograms["request_seconds"])
-        self._step_seconds: dict[str, _Histogram] = {
+        self._step_seconds: dict[str, Histogram] = {
             value: child(histograms["step_seconds"], value) for value in get_args(Phase)
         }
         self._step_rows = child(histograms["step_rows"])
         self._step_tokens = child(histograms["step_tokens"])
         self._padding = child(histograms["padding_ratio"])
         self._loop_lag = child(histograms["event_loop_lag_seconds"])
+        self._journal_commit_seconds = child(histograms["journal_commit_seconds"])
         self._prompt_length = child(histograms["prompt_tokens"])
         self._generated_length = child(histograms["generated_tokens"])
 
@@ -241,16 +96,25 @@ class Instruments:
 
     def identify(self, *, version: str, model: str, precision: str, backend: str) -> None:
         """Say what runs, as `drumline_build_info` and `drumline_model_info`; a second call replaces the first."""
-        with _lock:
+        with lock:
             if self._closed:
                 return
             infos = self._families.infos
             self._child(infos["build"]).info({"version": version})
             self._child(infos["model"]).info({"model": model, "precision": precision, "backend": backend})
 
+    def watch(self, ready: Callable[[], bool], healthy: Callable[[], bool]) -> None:
+        """Ask these at each scrape for `drumline_ready` and `drumline_healthy`, which are 0 until then.
+
+        They are called on the scrape's thread, so they must be quick and safe to call from there; one that raises
+        reads as 0.
+        """
+        self._ready.set_function(lambda: _one_if(ready))
+        self._healthy.set_function(lambda: _one_if(healthy))
+
     def rejected(self, reason: RejectReason) -> None:
         """A request was refused: its terminal outcome, counted with its reason."""
-        child = _one_of(self._rejected, "reason", reason)
+        child = one_of(self._rejected, "reason", reason)
         child.inc()
         self._requests["rejected"].inc()
 
@@ -262,22 +126,26 @@ class Instruments:
         total_s: float,
         prompt_tokens: int,
         generated_tokens: int,
+        job_id: str,
     ) -> None:
-        """An accepted request reached its end. Seconds are from submit; None where it never got that far."""
+        """An accepted request reached its end. Seconds are from submit; None where it never got that far.
+
+        The buckets of its times show `job_id` as their exemplar from now on.
+        """
         if outcome == "rejected":
             raise ValueError("outcome: a refused request is counted by rejected(reason)")
-        _one_of(self._requests, "outcome", outcome).inc()
+        one_of(self._requests, "outcome", outcome).inc()
         if queue_s is not None:
-            self._queue_seconds.observe(queue_s)
+            self._queue_seconds.observe_times(queue_s, 1, job_id)
         if first_token_s is not None:
-            self._first_token.observe(first_token_s)
-        self._request_seconds.observe(total_s)
+            self._first_token.observe_times(first_token_s, 1, job_id)
+        self._request_seconds.observe_times(total_s, 1, job_id)
         self._prompt_length.observe(prompt_tokens)
         self._generated_length.observe(generated_tokens)
 
     def step(self, rows: int, tokens: int, padding_ratio: float, seconds_by_phase: Mapping[str, float]) -> None:
         """One step ran `rows` rows and fed `tokens` tokens; phases that it did not have may be left out."""
-        phases = [(_one_of(self._step_seconds, "phase", phase), s) for phase, s in seconds_by_phase.items()]
+        phases = [(one_of(self._step_seconds, "phase", phase), s) for phase, s in seconds_by_phase.items()]
         for child, seconds in phases:
             child.observe(seconds)
         self._steps.inc()
@@ -285,9 +153,12 @@ class Instruments:
         self._step_tokens.observe(tokens)
         self._padding.observe(padding_ratio)
 
-    def token_gaps(self, seconds: float, times: int) -> None:
-        """Time between two tokens of one row, as its reader sees it, for `times` rows that stepped together."""
-        self._inter_token.observe_times(seconds, times)
+    def token_gaps(self, seconds: float, times: int, job_id: str) -> None:
+        """Time between two tokens of one row, as its reader sees it, for `times` rows that stepped together.
+
+        `job_id`, which the bucket shows as its exemplar, is the job of one of them.
+        """
+        self._inter_token.observe_times(seconds, times, job_id)
 
     def prompt_computed(self, tokens: int) -> None:
         """The model evaluated this many prompt tokens (those of a window recompute count too)."""
@@ -306,9 +177,15 @@ class Instruments:
         self._drafts["accepted"].inc(accepted)
         self._drafts["rejected"].inc(rejected)
 
-    def journal_commit(self) -> None:
-        """The journal wrote a group of events."""
+    def journal_commit(self, events: int, seconds: float) -> None:
+        """The journal has a group of `events` events on the disk, which took `seconds`."""
         self._journal_commits.inc()
+        self._journal_events.inc(events)
+        self._journal_commit_seconds.observe(seconds)
+
+    def journal_up(self, up: bool) -> None:
+        """The journal takes writes (again), or no longer does."""
+        self._journal_up.set(1 if up else 0)
 
     def restarted(self) -> None:
         """The engine failed and started anew."""
@@ -333,7 +210,7 @@ class Instruments:
     ) -> None:
         """What waits by priority (a class left out is 0), what runs, and tokens in the cache of `kv_capacity`."""
         for given in queued:
-            _one_of(self._queued, "priority", given)
+            one_of(self._queued, "priority", given)
         for priority, child in self._queued.items():
             child.set(queued.get(priority, 0))
         self._oldest_queued.set(oldest_queued_s)
@@ -348,8 +225,8 @@ class Instruments:
 
     def mqtt_message(self, direction: Direction, kind: MessageKind) -> None:
         """One MQTT message came `in` or went `out`; `MESSAGES` lists the kinds of each."""
-        kinds = _one_of(self._messages, "direction", direction)
-        _one_of(kinds, "kind", kind).inc()
+        kinds = one_of(self._messages, "direction", direction)
+        one_of(kinds, "kind", kind).inc()
 
     def mqtt_connected(self, connected: bool) -> None:
         """The connection to the broker came or went."""
@@ -360,7 +237,7 @@ class Instruments:
 
         A verb called later is harmless: it updates a series that nobody exports.
         """
-        with _lock:
+        with lock:
             if self._closed:
                 return
             self._closed = True
@@ -369,18 +246,8 @@ class Instruments:
             self._families.names.discard(self.name)
 
 
-async def watch_loop_lag(
-    observe: Callable[[float], None],
-    interval_s: float = 0.5,
-    *,
-    clock: Callable[[], float] = time.perf_counter,
-    sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
-) -> None:
-    """Sleep `interval_s` seconds again and again and observe by how many seconds each sleep was late.
-
-    Runs until cancelled: start it as a task with `observe=instruments.loop_lag`.
-    """
-    while True:
-        planned = clock() + interval_s
-        await sleep(interval_s)
-        observe(max(0.0, clock() - planned))
+def _one_if(holds: Callable[[], bool]) -> float:
+    try:
+        return 1.0 if holds() else 0.0
+    except Exception:  # a page must not fail with what it tells of; /readyz and /healthz say why
+        return 0.0

@@ -130,6 +130,7 @@ class LiveRows:
         now = self._clock()
         generated = 0
         gaps: Counter[float] = Counter()  # rows that decode together share theirs
+        example: dict[float, str] = {}
         for outcome in outcomes:
             row = outcome.segment.row
             sequence = self.by_row[row]
@@ -145,6 +146,7 @@ class LiveRows:
             gap_s = sequence.timed(now, taken)
             if gap_s is not None:
                 gaps[gap_s] += 1
+                example[gap_s] = sequence.job.id
             generated += taken
             self._queue.served(sequence, 0, taken)
             if reason is not None:
@@ -152,7 +154,7 @@ class LiveRows:
             elif taken:
                 self._append(row, sequence, [choice.token_id for choice in outcome.choices])
         for gap_s, rows in gaps.items():
-            self._instruments.token_gaps(gap_s, rows)
+            self._instruments.token_gaps(gap_s, rows, example[gap_s])
         return generated
 
     def _append(self, row: int, sequence: Sequence, token_ids: list[int]) -> None:

@@ -7,7 +7,7 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Protocol, get_args, runtime_checkable
 
-from drumline.metrics.instruments import Priority
+from drumline.metrics.definitions import Priority
 from drumline.model.errors import InvalidRequest
 
 PRIORITIES: tuple[Priority, ...] = get_args(Priority)

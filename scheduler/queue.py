@@ -7,7 +7,7 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Generic, Protocol, TypeVar, cast
 
-from drumline.metrics.instruments import Priority
+from drumline.metrics.definitions import Priority
 from drumline.model.errors import QueueFull
 from drumline.scheduler.policy import PRIORITIES, Entry, Policy
 

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from prometheus_client import CollectorRegistry
 
 from drumline.cache_pool.pool import CachePool
-from drumline.metrics.instruments import Instruments, RejectReason
+from drumline.metrics.definitions import RejectReason
+from drumline.metrics.instruments import Instruments
 from drumline.model.errors import DrumlineError, EngineFailed, InvalidRequest
 from drumline.scheduler.estimate import Estimate
 from drumline.scheduler.job import GenerationJob
@@ -136,4 +137,5 @@ class Reporting:
             timings.total_s,
             usage.prompt_tokens,
             usage.generated_tokens,
+            job.id,
         )

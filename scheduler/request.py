@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
-from drumline.metrics.instruments import Priority
+from drumline.metrics.definitions import Priority
 from drumline.model.batch import StepRecord
 from drumline.model.errors import DeadlineExceeded, EngineFailed, InvalidRequest, JobCancelled
 from drumline.model.grammar import Structured

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from drumline.cache_pool.pool import CachePool
 from drumline.cache_pool.store import make_kv
-from drumline.metrics.instruments import watch_loop_lag
+from drumline.metrics.loop_lag import watch_loop_lag
 from drumline.model.backends import make_backend
 from drumline.model.backends.fingerprint import fingerprint
 from drumline.model.errors import EngineFailed, InvalidRequest, SchedulerClosed

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from drumline.cache_pool.pool import RowSnapshot
-from drumline.metrics.instruments import Priority
+from drumline.metrics.definitions import Priority
 from drumline.model.batch import StepRecord
 from drumline.model.detokenize import Detokenizer
 from drumline.model.errors import EngineFailed, InvalidRequest

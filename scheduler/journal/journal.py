@@ -27,7 +27,8 @@ class Journal:
 
     Events that come within `window_s` of the first, at most `batch`, are one transaction. What is awaited returns when
     it is on the disk; an event's own error reaches its caller alone, a commit's error all callers of the group. Reads
-    see what is committed.
+    see what is committed. `on_commit` hears how many events a group brought to the disk and in how many seconds,
+    `on_up` whether the journal takes writes, when that changes; both are called on the loop.
     """
 
     def __init__(
@@ -40,7 +41,8 @@ class Journal:
         keep_s: float = 7 * 86_400,
         keep_bytes: float = 256 * 2**20,
         clock: Callable[[], float] = time.time,
-        on_commit: Callable[[int], None] | None = None,
+        on_commit: Callable[[int, float], None] | None = None,
+        on_up: Callable[[bool], None] | None = None,
     ) -> None:
         self.durable = path is not None
         self.path = Path(":memory:" if path is None else path)
@@ -50,7 +52,7 @@ class Journal:
         self._window_s, self._batch = window_s if self.durable else 0.0, batch
         self._latest = 0.0
         self._max_unfinished, self._keep_s, self._keep_bytes = max_unfinished, keep_s, keep_bytes
-        self._clock, self._on_commit = clock, on_commit
+        self._clock, self._on_commit, self._on_up = clock, on_commit, on_up
         self._waiting = 0
         self._finished = self._added_bytes = 0
         self._cut_short: set[int] = set()
@@ -156,15 +158,16 @@ class Journal:
         if not self._open:
             raise JournalError(self.path, "is closed")
 
-    def _settle(self, done: list[Done], written: bool) -> None:
+    def _settle(self, done: list[Done], commit_s: float | None) -> None:
         """On the loop: tell callers what became of a group."""
         self._waiting -= sum(each.task.answer is None for each in done)
-        self._note([each for each in done if each.error is not None and (not written or each.task.answer is None)])
+        all_lost = commit_s is None
+        self._note([each for each in done if each.error is not None and (all_lost or each.task.answer is None)])
         answer_all(done)
-        if written:
+        if commit_s is not None:
             self.commits += 1
             if self._on_commit is not None:
-                self._on_commit(len(done))
+                self._on_commit(sum(each.task.kind == "write" and each.error is None for each in done), commit_s)
 
     def _note(self, lost: list[Done]) -> None:
         """Say once that writing fails, and once that it is over."""
@@ -175,4 +178,6 @@ class Journal:
             logger.error("not written: %s", lost[0].error)
         elif not lost and self.failure is not None:
             logger.info("journal %s: written again", self.path)
+        if self._on_up is not None and bool(lost) != (self.failure is not None):
+            self._on_up(not lost)
         self.failure = str(lost[0].error) if lost else None

@@ -36,8 +36,8 @@ class Done:
     error: Exception | None = None
 
 
-Settle = Callable[[list[Done], bool], None]
-"""Called on the loop with what became of a group, and whether it was committed."""
+Settle = Callable[[list[Done], float | None], None]
+"""Called on the loop with what became of a group, and how many seconds its commit took; None where there was none."""
 
 
 class Writer:
@@ -112,14 +112,15 @@ class Writer:
         if all(task.kind == "flush" for task in group):
             self._on_loop(answer_all, [Done(task) for task in group])
             return
+        started = time.perf_counter()
         try:
             with store.transaction():
                 done = [_attempt(task, store, store.event) for task in group]
                 store.note(self._clock())
         except Exception as error:
-            self._on_loop(self._settle, [Done(task, error=error) for task in group], False)
+            self._on_loop(self._settle, [Done(task, error=error) for task in group], None)
         else:
-            self._on_loop(self._settle, done, True)
+            self._on_loop(self._settle, done, time.perf_counter() - started)
 
     def _on_loop(self, call: Callable[..., None], *arguments: object) -> None:
         with suppress(RuntimeError):  # a loop that was closed without leaving the journal: nobody listens

@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Protocol
 
-from drumline.metrics.instruments import MessageKind
+from drumline.metrics.definitions import MessageKind
 from drumline.scheduler.mqtt.codec import encode_chunk
 from drumline.scheduler.mqtt.connection import Message
 from drumline.scheduler.request import Chunk

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Self
 from uuid import uuid4
 
-from drumline.metrics.instruments import MessageKind
+from drumline.metrics.definitions import MessageKind
 from drumline.model.errors import InvalidRequest
 from drumline.scheduler.engine import Engine
 from drumline.scheduler.journal.journal import Journal

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from drumline.metrics.instruments import RejectReason
+from drumline.metrics.definitions import RejectReason
 from drumline.model.errors import DrumlineError, InvalidRequest, SchedulerClosed
 from drumline.scheduler.engine import Engine
 from drumline.scheduler.journal.errors import JournalError

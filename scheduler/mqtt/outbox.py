@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Protocol
 
-from drumline.metrics.instruments import Direction, MessageKind, RejectReason
+from drumline.metrics.definitions import Direction, MessageKind, RejectReason
 from drumline.model.errors import DrumlineError, InvalidRequest
 from drumline.scheduler.mqtt.codec import DeadMessage, shortened
 from drumline.scheduler.mqtt.connection import MAX_UNCONFIRMED, Connection, Message, PublishRefused

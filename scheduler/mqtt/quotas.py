@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from drumline.metrics.instruments import Priority
+from drumline.metrics.definitions import Priority
 from drumline.model.errors import DrumlineError, InvalidRequest
 from drumline.model.validated import Validated
 from drumline.scheduler.policy import PRIORITIES

@@ -5,6 +5,7 @@ import logging
 import resource
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,8 +66,14 @@ def disk_of(size_bytes: int) -> Iterator[None]:
 
 
 async def test_events_of_one_window_are_one_commit(path):
-    counted = []
-    async with Journal(path, window_s=LONG_S, batch=51, on_commit=counted.append) as journal:
+    counted, seconds = [], []
+
+    def committed(events: int, commit_s: float) -> None:
+        counted.append(events)
+        seconds.append(commit_s)
+
+    started = time.perf_counter()
+    async with Journal(path, window_s=LONG_S, batch=51, on_commit=committed) as journal:
         numbers = await asyncio.gather(*(journal.accept(job(f"job-{number}")) for number in range(50)))
         assert numbers == list(range(1, 51))
         assert (journal.commits, counted) == (1, [51])  # the first pruning is among them
@@ -76,6 +83,16 @@ async def test_events_of_one_window_are_one_commit(path):
         await journal.flush()
         await asyncio.gather(*done)
         assert (journal.commits, counted) == (2, [51, 51])
+    assert min(seconds) > 0
+    assert sum(seconds) < time.perf_counter() - started
+
+
+async def test_events_that_were_refused_are_not_on_the_disk(path):
+    counted = []
+    async with Journal(path, window_s=LONG_S, batch=4, on_commit=lambda events, _: counted.append(events)) as journal:
+        accepting = (journal.accept(job(name)) for name in "aa")
+        await asyncio.gather(*accepting, journal.flush(), return_exceptions=True)
+        assert counted == [2]  # a job and the first pruning, but neither its double nor the flush
 
 
 async def test_a_window_ends_by_itself(path):
@@ -174,7 +191,8 @@ async def test_what_nobody_waits_for_is_told_once_when_it_fails(path, caplog):
 
 
 async def test_a_full_disk_is_told_to_callers_and_passes(path, caplog):
-    async with Journal(path, window_s=LONG_S, batch=3) as journal:
+    up = []
+    async with Journal(path, window_s=LONG_S, batch=3, on_up=up.append) as journal:
         number, _ = await asyncio.gather(journal.accept(job("a")), journal.accept(job("b")))
         with disk_of(100_000):
             journal.progress(number, tokens(1))
@@ -182,10 +200,12 @@ async def test_a_full_disk_is_told_to_callers_and_passes(path, caplog):
             answers = await asyncio.gather(*large, return_exceptions=True)
             assert [type(answer) for answer in answers] == [JournalFull, JournalFull]
             assert journal.failure == str(answers[0])
+            assert up == [False]
             assert [found.job.job_id for found in await journal.unfinished()] == ["a", "b"]
         journal.progress(number, tokens(2, first=1))  # behind a lost piece: not kept, and no failure of its own
         await asyncio.gather(*(journal.accept(job(name, body=bytes(200_000))) for name in "cde"))
         assert journal.failure is None
+        assert up == [False, True]
         assert [found.progress for found in await journal.unfinished()] == [()] * 5
     with Reader.open_read_only(path) as reader:
         assert problems(reader) == []
