@@ -25,6 +25,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from drumline import Chunk, DrumlineError, InvalidRequest, QueueFull, Request, Scheduler, load_model
 from drumline.metrics.exporter import Exporter, parse_address
+from drumline.metrics.pages import Pages
 from drumline.model.registry import packaged_model
 
 HOST = "127.0.0.1"
@@ -53,8 +54,13 @@ async def lifespan(
     answers = Counter("host_answers", "HTTP answers of this service.", ["status"], registry=registry)
     model = await asyncio.to_thread(load_model, model_path, precision=precision)
     async with Scheduler(model, registry=registry, name="embedded", **settings) as scheduler:
-        exporter = Exporter(registry, *metrics, health=lambda: scheduler.healthy, ready=lambda: scheduler.ready)
-        with exporter:
+        pages = Pages(
+            registry,
+            health=lambda: [] if scheduler.healthy else ["engine"],
+            ready=lambda: [] if scheduler.ready else ["engine"],
+        )
+        scheduler.instruments.watch(ready=lambda: scheduler.ready, healthy=lambda: scheduler.healthy)
+        with Exporter(pages, *metrics) as exporter:
             yield Service(scheduler, exporter, answers)
             await scheduler.drain(timeout=DRAIN_S)
 

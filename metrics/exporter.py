@@ -1,20 +1,16 @@
-"""The page that Prometheus scrapes, with liveness and readiness beside it, on a thread of its own."""
+"""The threaded HTTP server of a worker that has no server of its own: it serves `Pages` on a thread."""
 
-import json
 import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterable
-from http import HTTPStatus
 from socketserver import TCPServer, ThreadingMixIn
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from wsgiref.types import StartResponse, WSGIEnvironment
 
-from prometheus_client import CollectorRegistry, Metric, make_wsgi_app
-from prometheus_client.registry import Collector
+from drumline.metrics.pages import Pages
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +18,8 @@ POLL_S = 0.1
 """How long `close` waits, at most, for the accepting thread to notice."""
 CLIENT_TIMEOUT_S = 10.0
 """A client that neither reads nor writes for this long is dropped."""
+MAX_UNREAD_BYTES = 65_536
+"""Of a request's body, which no page wants: read, as else the answer may get lost when the connection is closed."""
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -40,51 +38,11 @@ def parse_address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-class _Response(NamedTuple):
-    """Status line, headers and body."""
-
-    status: str
-    headers: list[tuple[str, str]]
-    body: bytes
-
-
-def _plain(status: HTTPStatus, *headers: tuple[str, str]) -> _Response:
-    """A response that says its own status."""
-    body = f"{status.phrase}\n".encode()
-    return _Response(f"{status.value} {status.phrase}", [("Content-Type", "text/plain; charset=utf-8"), *headers], body)
-
-
-class _OpenMetricsView(Collector):
-    """A registry as OpenMetrics wants it: no two families of one name.
-
-    There a counter `x_total` belongs to a family `x`, which clashes with our histogram `x`. Of such a pair the counter
-    is told as a family `x_total` of unknown type: the samples, all that a query sees, stay the same.
-    """
-
-    def __init__(self, source: Any) -> None:
-        self._source = source
-
-    def restricted_registry(self, names: Iterable[str]) -> "_OpenMetricsView":
-        """The view of only these sample names (the page's `name[]` query)."""
-        return _OpenMetricsView(self._source.restricted_registry(names))
-
-    def collect(self) -> Iterable[Metric]:
-        """The families of the registry, clashing counters renamed."""
-        metrics = list(self._source.collect())
-        others = {metric.name for metric in metrics if metric.type != "counter"}
-        for metric in metrics:
-            if metric.type == "counter" and metric.name in others:
-                untyped = Metric(f"{metric.name}_total", metric.documentation, "unknown")
-                untyped.samples = [sample for sample in metric.samples if sample.name == untyped.name]
-                yield untyped
-            else:
-                yield metric
-
-
 class _Handler(WSGIRequestHandler):
     """One request; says nothing on stderr."""
 
     timeout = CLIENT_TIMEOUT_S
+    wbufsize = -1  # an answer leaves in one piece, not header by header
 
     def log_message(self, format: str, *args: object) -> None:
         """Scrapes are not worth a line each."""
@@ -114,30 +72,18 @@ class _Server(ThreadingMixIn, WSGIServer):
 
 
 class Exporter:
-    """Serves `/metrics`, `/healthz` and `/readyz` by GET and HEAD on a daemon thread, from `start` to `close`.
+    """Serves pages on a daemon thread, from `start` to `close`; each request has a thread of its own.
 
-    `health` and `ready` answer 200 for True, 503 for False or an exception; they are called on the exporter's threads,
-    so they must be quick and safe to call from there. Port 0 picks a free one, which `port` names after `start`. A
-    page of several formats: Prometheus text, OpenMetrics where the client asks for it, either one gzipped.
+    Port 0 picks a free one, which `port` names after `start`.
     """
 
-    def __init__(
-        self,
-        registry: CollectorRegistry,
-        host: str = "127.0.0.1",
-        port: int = 9464,
-        *,
-        health: Callable[[], bool],
-        ready: Callable[[], bool],
-    ) -> None:
+    def __init__(self, pages: Pages, host: str = "127.0.0.1", port: int = 9464) -> None:
         if not 0 <= port <= 65535:
             raise ValueError(f"port: must be from 0 to 65535, not {port}")
         self.host = host
         self.port = port
         self._asked_port = port
-        self._probes = {"/healthz": health, "/readyz": ready}
-        self._text_app = make_wsgi_app(registry)
-        self._openmetrics_app = make_wsgi_app(_OpenMetricsView(registry))
+        self._pages = pages
         self._server: _Server | None = None
         self._thread: threading.Thread | None = None
 
@@ -188,41 +134,16 @@ class Exporter:
 
     def _serve(self, environ: WSGIEnvironment, start_response: StartResponse) -> list[bytes]:
         """The WSGI application."""
-        response = self._respond(environ)
-        start_response(response.status, [*response.headers, ("Content-Length", str(len(response.body)))])
-        return [] if environ["REQUEST_METHOD"] == "HEAD" else [response.body]
-
-    def _respond(self, environ: WSGIEnvironment) -> _Response:
-        path = environ["PATH_INFO"]
-        if path != "/metrics" and path not in self._probes:
-            return _plain(HTTPStatus.NOT_FOUND)
-        if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
-            return _plain(HTTPStatus.METHOD_NOT_ALLOWED, ("Allow", "GET, HEAD"))
-        if path == "/metrics":
-            return self._page(environ)
-        return self._probe(path)
-
-    def _page(self, environ: WSGIEnvironment) -> _Response:
-        """The metrics; 500 where a collector of the host fails, as half a page would read as a reset."""
-        answer: list[tuple[str, list[tuple[str, str]]]] = []
-        openmetrics = "application/openmetrics-text" in environ.get("HTTP_ACCEPT", "")
-        app = self._openmetrics_app if openmetrics else self._text_app
-        try:
-            # The library's application knows no HEAD; the body is dropped later.
-            chunks = app({**environ, "REQUEST_METHOD": "GET"}, lambda *head: answer.append(head))
-            body = b"".join(chunks)
-        except Exception:
-            logger.exception("a collector failed: no metrics page")
-            return _plain(HTTPStatus.INTERNAL_SERVER_ERROR)
-        status, headers = answer[0]
-        return _Response(status, headers, body)
-
-    def _probe(self, path: str) -> _Response:
-        try:
-            state: dict[str, object] = {"ok": bool(self._probes[path]())}
-        except Exception as error:
-            logger.warning("the probe behind %s raised", path, exc_info=True)
-            state = {"ok": False, "error": type(error).__name__}
-        status = HTTPStatus.OK if state["ok"] else HTTPStatus.SERVICE_UNAVAILABLE
-        body = json.dumps(state).encode() + b"\n"
-        return _Response(f"{status.value} {status.phrase}", [("Content-Type", "application/json")], body)
+        unread = environ.get("CONTENT_LENGTH") or "0"
+        environ["wsgi.input"].read(min(int(unread), MAX_UNREAD_BYTES) if unread.isdecimal() else 0)
+        method = environ["REQUEST_METHOD"]
+        response = self._pages.respond(
+            method,
+            environ["PATH_INFO"],
+            environ["QUERY_STRING"],
+            environ.get("HTTP_ACCEPT", ""),
+            environ.get("HTTP_ACCEPT_ENCODING", ""),
+        )
+        told = [("Content-Type", response.content_type), ("Content-Length", str(len(response.body)))]
+        start_response(f"{response.status.value} {response.status.phrase}", [*told, *response.headers])
+        return [] if method == "HEAD" else [response.body]

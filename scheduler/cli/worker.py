@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from drumline.metrics.exporter import Exporter
+from drumline.metrics.pages import Pages
+from drumline.metrics.process import register_process
 from drumline.model.errors import InvalidRequest
 from drumline.model.language_model import LanguageModel
 from drumline.scheduler.cli.options import progress_console
@@ -84,8 +86,10 @@ async def run_worker(model: LanguageModel, settings: WorkerSettings) -> AsyncIte
             await stack.enter_async_context(scheduler)
         journal = None
         if settings.journal is not None:
-            commits = scheduler.instruments.journal_commit
-            journal = await stack.enter_async_context(Journal(**vars(settings.journal), on_commit=lambda _: commits()))
+            told = scheduler.instruments
+            journal = await stack.enter_async_context(
+                Journal(**vars(settings.journal), on_commit=told.journal_commit, on_up=told.journal_up)
+            )
         gateway = Gateway(
             scheduler,
             address,
@@ -104,12 +108,21 @@ async def run_worker(model: LanguageModel, settings: WorkerSettings) -> AsyncIte
             ),
             observer=scheduler.instruments,
         )
-        exporter = Exporter(
-            scheduler.registry,
-            *settings.metrics,
-            health=lambda: scheduler.healthy,
-            ready=lambda: scheduler.ready and gateway.connected and (journal is None or journal.failure is None),
-        )
-        stack.enter_context(exporter)
+
+        def health() -> list[str]:
+            return [] if scheduler.healthy else ["engine"]
+
+        def ready() -> list[str]:
+            parts = {
+                "engine": scheduler.ready,
+                "broker": gateway.connected,
+                "journal": journal is None or journal.failure is None,
+            }
+            return [name for name, is_ready in parts.items() if not is_ready]
+
+        scheduler.instruments.watch(ready=lambda: not ready(), healthy=lambda: not health())
+        register_process(scheduler.registry)
+        pages = Pages(scheduler.registry, health=health, ready=ready)
+        exporter = stack.enter_context(Exporter(pages, *settings.metrics))
         await stack.enter_async_context(gateway)
         yield Worker(scheduler, gateway, exporter, address, embedded)

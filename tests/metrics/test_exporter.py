@@ -1,15 +1,11 @@
 import gzip
 import json
 import logging
-import os
-import shutil
 import socket
 import subprocess
 import threading
 import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from http.client import HTTPMessage
 
 import pytest
 from prometheus_client import CollectorRegistry, Metric
@@ -18,39 +14,30 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from prometheus_client.registry import Collector
 
 from drumline.metrics.exporter import Exporter, parse_address
-from drumline.metrics.instruments import Instruments
+from drumline.metrics.pages import Page, Pages, as_json
+from drumline.metrics.process import register_process
+from tests.metrics.scraping import OPENMETRICS, busy, http, program
 
 
-def http(url: str, method: str = "GET", **headers: str) -> tuple[int, HTTPMessage, bytes]:
-    asked = {name.replace("_", "-"): value for name, value in headers.items()}
-    request = urllib.request.Request(url, method=method, headers=asked)
-    try:
-        with urllib.request.urlopen(request, timeout=30) as response:
-            return response.status, response.headers, response.read()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.headers, error.read()
+def well() -> list[str]:
+    return []
 
 
-def yes() -> bool:
-    return True
+def exported(registry: CollectorRegistry, host: str = "127.0.0.1", port: int = 0, **pages: object) -> Exporter:
+    return Exporter(Pages(registry, **{"health": well, "ready": well} | pages), host, port)
 
 
 @pytest.fixture
 def registry() -> CollectorRegistry:
     registry = CollectorRegistry()
     for name in ("main", "side"):
-        instruments = Instruments(registry, name)
-        instruments.identify(version="0.1.0", model="tiny", precision="float32", backend="torch")
-        instruments.step(3, 40, 0.25, {"plan": 0.001, "forward": 0.01, "sample": 0.002, "commit": 0.001})
-        instruments.request_done("completed", 0.1, 0.2, 1.0, prompt_tokens=11, generated_tokens=5)
-        instruments.prompt_computed(11)
+        busy(registry, name)
     return registry
 
 
 @pytest.fixture
 def exporter(registry: CollectorRegistry) -> Iterator[Exporter]:
-    with Exporter(registry, port=0, health=yes, ready=yes) as exporter:
+    with exported(registry) as exporter:
         yield exporter
 
 
@@ -73,7 +60,7 @@ def test_a_scrape_parses_and_holds_both_schedulers(exporter: Exporter) -> None:
 
 def test_openmetrics_on_request_is_valid_and_has_the_same_samples(exporter: Exporter) -> None:
     _, _, plain = http(f"{exporter.url}/metrics")
-    _, headers, body = http(f"{exporter.url}/metrics", Accept="application/openmetrics-text; version=1.0.0")
+    _, headers, body = http(f"{exporter.url}/metrics", Accept=OPENMETRICS)
     assert headers["Content-Type"].startswith("application/openmetrics-text")
     assert body.endswith(b"# EOF\n")
 
@@ -120,28 +107,37 @@ def test_other_paths_are_not_found(exporter: Exporter, path: str) -> None:
 
 
 def test_the_probes_answer_for_themselves(registry: CollectorRegistry, caplog: pytest.LogCaptureFixture) -> None:
-    state = {"health": True, "ready": False}
+    reasons: dict[str, list[str]] = {"health": [], "ready": ["broker", "journal"]}
 
-    def ready() -> bool:
-        if not state["health"]:
+    def ready() -> list[str]:
+        if reasons["health"]:
             raise RuntimeError("the engine is gone")
-        return state["ready"]
+        return reasons["ready"]
 
     def probe(path: str) -> tuple[int, object]:
         status, headers, body = http(exporter.url + path)
         assert headers["Content-Type"] == "application/json"
         return status, json.loads(body)
 
-    with Exporter(registry, port=0, health=lambda: state["health"], ready=ready) as exporter:
-        assert probe("/healthz") == (200, {"ok": True})
-        assert probe("/readyz") == (503, {"ok": False})
-        state["ready"] = True
-        assert probe("/readyz") == (200, {"ok": True})
-        state["health"] = False
-        assert probe("/healthz") == (503, {"ok": False})
-        assert probe("/readyz") == (503, {"ok": False, "error": "RuntimeError"})
+    with exported(registry, health=lambda: reasons["health"], ready=ready) as exporter:
+        assert probe("/healthz") == (200, {"ok": True, "reasons": []})
+        assert probe("/readyz") == (503, {"ok": False, "reasons": ["broker", "journal"]})
+        reasons["ready"] = []
+        assert probe("/readyz") == (200, {"ok": True, "reasons": []})
+        reasons["health"] = ["engine"]
+        assert probe("/healthz") == (503, {"ok": False, "reasons": ["engine"]})
+        assert probe("/readyz") == (503, {"ok": False, "reasons": ["RuntimeError"]})
         assert "the probe behind /readyz raised" in caplog.text
         assert http(f"{exporter.url}/metrics")[0] == 200
+
+
+def test_a_body_that_nobody_wants_costs_no_answer(registry: CollectorRegistry) -> None:
+    started = Page(lambda asked: as_json(asked.query["seconds"]), methods=("POST",))
+    with exported(registry, pages={"/trace": started}) as exporter:
+        status, _, body = http(f"{exporter.url}/trace?seconds=3", "POST", bytes(60_000))
+        assert (status, json.loads(body)) == (200, ["3"])
+        status, headers, _ = http(f"{exporter.url}/trace")
+        assert (status, headers["Allow"]) == (405, "POST")
 
 
 def test_a_collector_that_fails_is_a_500_and_the_next_scrape_works(caplog: pytest.LogCaptureFixture) -> None:
@@ -152,7 +148,7 @@ def test_a_collector_that_fails_is_a_500_and_the_next_scrape_works(caplog: pytes
     registry = CollectorRegistry()
     failing = Failing()
     registry.register(failing)
-    with Exporter(registry, port=0, health=yes, ready=yes) as exporter:
+    with exported(registry) as exporter:
         assert http(f"{exporter.url}/metrics")[0] == 500
         assert "sensor unplugged" in caplog.text
         registry.unregister(failing)
@@ -180,7 +176,7 @@ def test_a_slow_client_does_not_hold_up_a_probe(exporter: Exporter) -> None:
 
 
 def test_close_frees_the_port_and_the_thread(registry: CollectorRegistry) -> None:
-    exporter = Exporter(registry, port=0, health=yes, ready=yes)
+    exporter = exported(registry)
     exporter.close()
     exporter.start()
     port = exporter.port
@@ -193,13 +189,13 @@ def test_close_frees_the_port_and_the_thread(registry: CollectorRegistry) -> Non
     assert not any(thread.name == "drumline-metrics" for thread in threading.enumerate())
     with pytest.raises(urllib.error.URLError):
         http(f"http://127.0.0.1:{port}/healthz")
-    with Exporter(registry, port=port, health=yes, ready=yes) as again:
+    with exported(registry, port=port) as again:
         assert again.port == port
         assert http(f"{again.url}/healthz")[0] == 200
 
 
 def test_a_port_in_use_is_one_clear_error(registry: CollectorRegistry, exporter: Exporter) -> None:
-    other = Exporter(registry, port=exporter.port, health=yes, ready=yes)
+    other = exported(registry, port=exporter.port)
     message = f"cannot serve metrics on 127.0.0.1:{exporter.port}: Address already in use"
     with pytest.raises(OSError, match=message):
         other.start()
@@ -208,14 +204,14 @@ def test_a_port_in_use_is_one_clear_error(registry: CollectorRegistry, exporter:
 
 
 def test_an_unknown_host_is_one_clear_error(registry: CollectorRegistry) -> None:
-    exporter = Exporter(registry, host="no such host", port=0, health=yes, ready=yes)
+    exporter = exported(registry, host="no such host")
     with pytest.raises(OSError, match="cannot serve metrics on no such host:0"):
         exporter.start()
 
 
 def test_a_port_out_of_range_is_refused(registry: CollectorRegistry) -> None:
     with pytest.raises(ValueError, match="port: must be from 0 to 65535, not 65536"):
-        Exporter(registry, port=65536, health=yes, ready=yes)
+        exported(registry, port=65536)
 
 
 def test_ipv6(registry: CollectorRegistry) -> None:
@@ -223,17 +219,14 @@ def test_ipv6(registry: CollectorRegistry) -> None:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError as error:
         pytest.skip(f"no IPv6 loopback here: {error}")
-    with Exporter(registry, "::1", 0, health=yes, ready=yes) as exporter:
+    with exported(registry, "::1") as exporter:
         assert exporter.url == f"http://[::1]:{exporter.port}"
         assert http(f"{exporter.url}/healthz")[0] == 200
 
 
-def test_promtool_is_content_with_a_live_scrape(exporter: Exporter) -> None:
-    promtool = shutil.which("promtool")
-    if promtool is None:
-        if os.environ.get("DRUMLINE_REQUIRE_EXTERNAL") == "1":
-            pytest.fail("promtool is not installed and DRUMLINE_REQUIRE_EXTERNAL=1 requires it")
-        pytest.skip("promtool is not installed (Debian package prometheus)")
+def test_promtool_is_content_with_a_live_scrape(registry: CollectorRegistry, exporter: Exporter) -> None:
+    promtool = program("promtool")
+    register_process(registry)
     _, _, body = http(f"{exporter.url}/metrics")
     checked = subprocess.run([promtool, "check", "metrics"], input=body, capture_output=True, timeout=60, check=False)
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, b"", b"")

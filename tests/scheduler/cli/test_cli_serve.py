@@ -102,7 +102,7 @@ def test_the_page_and_the_probes(cli, worker: Worker):
     assert completed(worker) == before + 1
     for path in ("/healthz", "/readyz"):
         status, body = worker.get(path)
-        assert (status, json.loads(body)) == (200, {"ok": True})
+        assert (status, json.loads(body)) == (200, {"ok": True, "reasons": []})
     assert worker.get("/elsewhere")[0] == 404
 
 
