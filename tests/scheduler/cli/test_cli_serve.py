@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from drumline import Request, load_model
@@ -104,6 +105,19 @@ def test_the_page_and_the_probes(cli, worker: Worker):
         status, body = worker.get(path)
         assert (status, json.loads(body)) == (200, {"ok": True, "reasons": []})
     assert worker.get("/elsewhere")[0] == 404
+    page = worker.get("/metrics")[1]
+    for line in (r'drumline_(ready|healthy){scheduler="main"} 1\.0', r"process_open_fds \d", "python_info{.*} 1"):
+        assert re.search(f"^{line}", page, re.MULTILINE), line
+
+
+def test_the_page_names_the_last_job_of_a_bucket(cli, worker: Worker):
+    assert cli("submit", "hello", "--broker", worker.broker, "--raw", "--max-tokens", 2).code == 0
+    asked = urllib.request.Request(f"{worker.metrics}/metrics", headers={"Accept": "application/openmetrics-text"})
+    with urllib.request.urlopen(asked, timeout=10) as response:
+        families = list(parse_openmetrics(response.read().decode()))
+    shown = {family.name for family in families for sample in family.samples if sample.exemplar is not None}
+    times = ("queue", "time_to_first_token", "inter_token", "request")
+    assert shown == {f"drumline_{name}_seconds" for name in times}
 
 
 def completed(worker: Worker) -> float:
