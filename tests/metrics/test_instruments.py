@@ -1,4 +1,3 @@
-import asyncio
 import gc
 import re
 import threading
@@ -12,7 +11,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from drumline.metrics.definitions import LATENCY_BUCKETS
 from drumline.metrics.instruments import Instruments
-from drumline.metrics.loop_lag import watch_loop_lag
 
 # The contract's list, written out once more so that a renamed metric fails here.
 CONTRACT = {
@@ -323,6 +321,8 @@ def test_a_name_is_taken_until_closed_and_starts_again_at_zero(registry: Collect
     with pytest.raises(ValueError, match="another scheduler 'main' already exports"):
         Instruments(registry, "main")
     assert value(registry, "generated_tokens_total") == 3, "the refusal must not touch the one that is there"
+    with pytest.raises(ValueError, match="need a name"):
+        Instruments(registry, "")
     Instruments(CollectorRegistry(), "main").close()
     first.close()
     second = Instruments(registry, "main")
@@ -336,11 +336,6 @@ def test_a_name_is_taken_until_closed_and_starts_again_at_zero(registry: Collect
     assert "stale" not in page(registry)
     second.close()
     assert samples(registry) == {}
-
-
-def test_an_empty_name_is_refused(registry: CollectorRegistry) -> None:
-    with pytest.raises(ValueError, match="need a name"):
-        Instruments(registry, "")
 
 
 def test_a_clash_with_the_host_leaves_nothing_behind(registry: CollectorRegistry) -> None:
@@ -402,40 +397,3 @@ def test_only_one_of_many_threads_gets_the_name(registry: CollectorRegistry) -> 
     assert (len(won), len(refused)) == (1, 7)
     won[0].generated(1)
     assert value(registry, "generated_tokens_total") == 1
-
-
-async def test_loop_lag_is_what_a_sleep_overran() -> None:
-    now = 100.0
-    overruns = iter([0.0, 0.25, -0.125, 3.0])
-    slept: list[float] = []
-    lags: list[float] = []
-
-    async def sleep(seconds: float) -> None:
-        nonlocal now
-        late = next(overruns, None)
-        if late is None:
-            raise asyncio.CancelledError
-        slept.append(seconds)
-        now += seconds + late
-
-    with pytest.raises(asyncio.CancelledError):
-        await watch_loop_lag(lags.append, 0.5, clock=lambda: now, sleep=sleep)
-    assert slept == [0.5] * 4
-    assert lags == [0.0, 0.25, 0.0, 3.0]
-
-
-async def test_loop_lag_sees_a_real_loop(registry: CollectorRegistry, instruments: Instruments) -> None:
-    seen = asyncio.Event()
-
-    def observe(seconds: float) -> None:
-        instruments.loop_lag(seconds)
-        seen.set()
-
-    task = asyncio.create_task(watch_loop_lag(observe, 0.001))
-    await asyncio.wait_for(seen.wait(), 10)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    count = value(registry, "event_loop_lag_seconds_count")
-    assert count is not None
-    assert count >= 1
