@@ -1,5 +1,6 @@
 """The families of a registry, as one collector, and who uses them."""
 
+import re
 import threading
 import time
 from bisect import bisect_left
@@ -16,6 +17,7 @@ from prometheus_client.utils import floatToGoString
 from drumline.metrics.definitions import COUNTERS, GAUGES, HISTOGRAMS, INFOS, PREFIX, Definition
 
 EXEMPLAR_LABEL = "job_id"
+PLAIN_ID = re.compile(r"[\w./:@-]+")
 MAX_EXEMPLAR_CHARACTERS = 128
 """Of the names and values of its labels together, as OpenMetrics 1.0 has it."""
 
@@ -59,9 +61,10 @@ class Histogram(PlainHistogram):
 
 
 def exemplar(job_id: str) -> dict[str, str] | None:
-    """The labels of an exemplar; None for an id that is too long for one, or that no text page can show."""
+    """The labels of an exemplar; None for an id that is too long for one, or would need escapes, which not every reader
+    of exemplars takes back."""
     fits = len(EXEMPLAR_LABEL) + len(job_id) <= MAX_EXEMPLAR_CHARACTERS
-    return {EXEMPLAR_LABEL: job_id} if fits and job_id.isprintable() else None
+    return {EXEMPLAR_LABEL: job_id} if fits and PLAIN_ID.fullmatch(job_id) else None
 
 
 Family = Gauge | Counter | Histogram | Info

@@ -73,14 +73,18 @@ class Engine(Protocol):
     async def check(self, request: Request) -> Request:
         """The request with its seed; raises `InvalidRequest` for one that could never run."""
 
-    async def submit(self, request: Request, *, wait: bool = True, progress: Sequence[Progress] = ()) -> Job:
+    async def submit(
+        self, request: Request, *, wait: bool = True, progress: Sequence[Progress] = (), label: str | None = None
+    ) -> Job:
         """Accept, and go on behind `progress`. Waits for room in the queue, unless `wait` is False: then a full one
-        raises `QueueFull`.
+        raises `QueueFull`. People are shown `label` in place of the id.
 
         Raises `InvalidRequest`, `SchedulerClosed`, `EngineFailed`.
         """
 
-    async def settle(self, request: Request, reason: StopReason, progress: Sequence[Progress] = ()) -> Result:
+    async def settle(
+        self, request: Request, reason: StopReason, progress: Sequence[Progress] = (), label: str | None = None
+    ) -> Result:
         """The result of a request that ends for this reason without having run (any further)."""
 
     async def drain(self, timeout: float | None = None) -> None:

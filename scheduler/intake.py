@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable
 from collections.abc import Sequence as Several
-from uuid import uuid4
 
 from drumline.cache_pool.pool import CachePool
 from drumline.model.errors import InvalidRequest, QueueFull
@@ -48,11 +47,11 @@ class Intake:
         """Set while there are none."""
         self.quiet.set()
 
-    async def take(self, request: Request, progress: Several[Progress], wait: bool) -> GenerationJob:
+    async def take(self, request: Request, wait: bool, progress: Several[Progress], label: str | None) -> GenerationJob:
         """Accept a request; see `Scheduler.submit`."""
         with self._reporting.refusals_counted():
             self._check_open()
-            job = await self._admit(request, progress)
+            job = await self._admit(request, progress, label)
         return await self.line.enter(job) if wait else self._enqueue_at_once(job)
 
     def take_at_once(self, request: Request) -> GenerationJob:
@@ -66,11 +65,13 @@ class Intake:
         """The request with its seed; see `Scheduler.check`."""
         with self._reporting.refusals_counted():
             self._check_open()
-            return request.with_seed((await self._admit(request, ())).seed)
+            return request.with_seed((await self._admit(request)).seed)
 
-    async def settle(self, request: Request, reason: StopReason, progress: Several[Progress]) -> GenerationJob:
+    async def settle(
+        self, request: Request, reason: StopReason, progress: Several[Progress], label: str | None
+    ) -> GenerationJob:
         """A job that ends at once; see `Scheduler.settle`."""
-        job = await self._admit(request, progress)
+        job = await self._admit(request, progress, label)
         job.settle(reason)
         self._check_new(job)
         self._register(job)
@@ -94,12 +95,13 @@ class Intake:
         if not self.jobs:
             self.quiet.set()
 
-    def _make_job(self, admitted: Admitted) -> GenerationJob:
-        job_id = admitted.request.id or uuid4().hex
-        return GenerationJob(job_id, admitted, self._model, self._clock(), self._cancel_asked)
+    def _make_job(self, admitted: Admitted, label: str | None = None) -> GenerationJob:
+        return GenerationJob(admitted, self._model, self._clock(), self._cancel_asked, label)
 
-    async def _admit(self, request: Request, progress: Several[Progress]) -> GenerationJob:
-        job = self._make_job(await self._admission.admit_without_blocking(request))
+    async def _admit(
+        self, request: Request, progress: Several[Progress] = (), label: str | None = None
+    ) -> GenerationJob:
+        job = self._make_job(await self._admission.admit_without_blocking(request), label)
         check_progress(request, progress, self._model.config.vocab_size)
         job.go_on_from(progress)
         return job
@@ -108,7 +110,7 @@ class Intake:
         try:
             return self._enqueue(job)
         except QueueFull:
-            self._reporting.rejected("queue_full", job.id)
+            self._reporting.rejected("queue_full", job.label)
             raise
 
     def _enqueue(self, job: GenerationJob) -> GenerationJob:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
+from uuid import uuid4
 
 from drumline.model.errors import InvalidRequest
 from drumline.model.language_model import LanguageModel
@@ -24,13 +25,15 @@ class GenerationJob:
 
     def __init__(
         self,
-        job_id: str,
         admitted: Admitted,
         model: LanguageModel,
         submitted_at: float,
         cancelled: Callable[["GenerationJob"], None],
+        label: str | None = None,
     ) -> None:
-        self.id = job_id
+        self.id = admitted.request.id or uuid4().hex
+        self.label = label or self.id
+        """What people are shown: exemplars, traces, logs and live views."""
         self.request = admitted.request
         self.sequences = [Sequence(self, admitted, choice, model.tokenizer) for choice in range(admitted.request.n)]
         self.stream_buffer = ChunkStream()

@@ -146,7 +146,7 @@ class LiveRows:
             gap_s = sequence.timed(now, taken)
             if gap_s is not None:
                 gaps[gap_s] += 1
-                example[gap_s] = sequence.job.id
+                example[gap_s] = sequence.job.label
             generated += taken
             self._queue.served(sequence, 0, taken)
             if reason is not None:

@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 from drumline.cache_pool.pool import CachePool
-from drumline.metrics.instruments import Priority
+from drumline.metrics.definitions import Priority
 from drumline.model.validated import Validated
 from drumline.scheduler.recent import Recent, RecentAnswer
 from drumline.scheduler.request import Status
@@ -110,7 +110,7 @@ def _row(row: int, sequence: Sequence, pool: CachePool, now: float) -> LiveRow:
     phase: RowPhase = "prefill" if sequence.prefilling else "decode"
     return LiveRow(
         row=row,
-        job=sequence.job.id,
+        job=sequence.job.label,
         choice=sequence.choice,
         tenant=sequence.tenant,
         priority=sequence.priority,
@@ -134,7 +134,7 @@ def answers_view(recent: Recent, now: float, show_text: bool) -> tuple[LiveAnswe
     newest = list(recent.answers)[: -MOST_ANSWERS - 1 : -1]
     return tuple(
         LiveAnswer(
-            job=answer.id,
+            job=answer.job,
             tenant=answer.tenant,
             priority=answer.priority,
             status=answer.status,

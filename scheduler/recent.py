@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from drumline.metrics.instruments import Priority
+from drumline.metrics.definitions import Priority
 from drumline.model.stop_reason import StopReason
 from drumline.scheduler.job import GenerationJob
 from drumline.scheduler.request import Result, Status
@@ -18,7 +18,7 @@ TEXT_LENGTH = 160
 class RecentAnswer:
     """How a job went; times in seconds from its submit."""
 
-    id: str
+    job: str
     tenant: str
     priority: Priority
     status: Status
@@ -71,7 +71,7 @@ class Recent:
         times_s = result.choices[0].token_times_s
         self.answers.append(
             RecentAnswer(
-                id=job.id,
+                job=job.label,
                 tenant=job.request.tenant,
                 priority=job.request.priority,
                 status=result.status,

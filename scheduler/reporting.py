@@ -137,5 +137,5 @@ class Reporting:
             timings.total_s,
             usage.prompt_tokens,
             usage.generated_tokens,
-            job.id,
+            job.label,
         )

@@ -176,25 +176,30 @@ class Scheduler:
         """Whether a request would be taken now."""
         return self.healthy and bool(self._tasks) and not self._draining
 
-    async def submit(self, request: Request, *, wait: bool = True, progress: Several[Progress] = ()) -> GenerationJob:
-        """Accept a request, waiting while the queue is full; with `wait=False` that raises `QueueFull`.
+    async def submit(
+        self, request: Request, *, wait: bool = True, progress: Several[Progress] = (), label: str | None = None
+    ) -> GenerationJob:
+        """Accept a request, waiting while the queue is full; with `wait=False` that raises `QueueFull`. Logs, traces,
+        exemplars and live views show `label` in place of the job's id.
 
         It goes on behind `progress`, tokens that it led to in another process: where fingerprints are equal and the
         backend is exact, the answer is the one it would have had there. Raises `InvalidRequest`, `SchedulerClosed`,
         `EngineFailed`. Whatever takes long to read is read in a thread. A deadline that passes while there is no room
         ends the job like any other.
         """
-        return await self._intake.take(request, progress, wait)
+        return await self._intake.take(request, wait, progress, label)
 
     async def check(self, request: Request) -> Request:
         """The request as it would run: with a seed. Raises `InvalidRequest` for one that never could, and what else
         `submit` raises, but for a full queue."""
         return await self._intake.check(request)
 
-    async def settle(self, request: Request, reason: StopReason, progress: Several[Progress] = ()) -> Result:
+    async def settle(
+        self, request: Request, reason: StopReason, progress: Several[Progress] = (), label: str | None = None
+    ) -> Result:
         """The result of a request that ends for this reason behind its `progress`, without a row; counted like any
         other. Raises `InvalidRequest`."""
-        job = await self._intake.settle(request, reason, progress)
+        job = await self._intake.settle(request, reason, progress, label)
         return await job.result()
 
     def submit_nowait(self, request: Request) -> GenerationJob:
@@ -243,8 +248,8 @@ class Scheduler:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._reporting.pulse.stop()
+        await asyncio.get_running_loop().run_in_executor(self._torch, self.trace.stop)
         self._torch.shutdown()
-        await asyncio.to_thread(self.trace.stop)
         self.instruments.close()
 
     def queue_position(self, job_id: str) -> int | None:

@@ -86,7 +86,7 @@ class Trace:
         if reason in ("preempted", "restart"):
             self._waiting_since[sequence] = now
         self._occupied(row, now, reason)
-        self._instant(FIRST_ROW + row, reason, now, {"job": sequence.job.id})
+        self._instant(FIRST_ROW + row, reason, now, {"job": sequence.job.label})
 
     def computed(self, report: StepReport, sequences: Mapping[int, Sequence], began: float, ended: float) -> None:
         """The model is done with a step, and nothing is committed yet. Times are those of `time.perf_counter`."""
@@ -121,12 +121,12 @@ class Trace:
             return
         now = time.perf_counter()
         told = {
-            "job": job.id,
+            "job": job.label,
             "status": result.status,
             "stop_reason": result.stop_reason,
             "generated_tokens": result.usage.generated_tokens,
         }
-        span = {"cat": "request", "id": _span_id(job), "pid": PROCESS, "tid": ENDS, "name": job.id}
+        span = {"cat": "request", "id": _span_id(job), "pid": PROCESS, "tid": ENDS, "name": job.label}
         began = now - result.timings.total_s
         self._add({**span, "ph": "b", "ts": _us(began), "args": told}, {**span, "ph": "e", "ts": _us(now)})
         self._instant(ENDS, result.status, now, told, category="terminal")
@@ -145,11 +145,11 @@ class Trace:
         began, sequence = self._seated.pop(row)
         request = {"tenant": sequence.tenant, "priority": sequence.priority, "choice": sequence.choice}
         tokens = {"prompt_tokens": sequence.prompt_length, "generated_tokens": len(sequence.token_ids)}
-        self._slice(FIRST_ROW + row, sequence.job.id, began, now, {**request, **tokens, "ended": ended})
+        self._slice(FIRST_ROW + row, sequence.job.label, began, now, {**request, **tokens, "ended": ended})
 
     def _row_slice(self, outcome: RowOutcome, sequence: Sequence, began: float, ended: float) -> None:
         segment = outcome.segment
-        told = {"job": sequence.job.id, "position": segment.position, "fed": segment.length}
+        told = {"job": sequence.job.label, "position": segment.position, "fed": segment.length}
         if outcome.choices:
             told["chosen"] = len(outcome.choices)
         phase = "prefill" if sequence.prefilling else "decode"

@@ -258,7 +258,9 @@ class Jobs:
     async def _submit(self, running: Running) -> Job:
         request = running.request(self._clocks.monotonic())
         priority = self._usage.capped(running.reply.client, request.priority)
-        return await self._engine.submit(request.model_copy(update={"priority": priority}), progress=running.progress)
+        return await self._engine.submit(
+            request.model_copy(update={"priority": priority}), progress=running.progress, label=running.label
+        )
 
     def _submitted(self, running: Running, submitting: "asyncio.Task[Job]") -> None:
         """The engine has it, or will not have it, or we leave and it stays in the journal."""
@@ -320,7 +322,9 @@ class Jobs:
 
     async def _settle(self, running: Running, reason: StopReason) -> None:
         """End a job that the engine never had, or has no more."""
-        result = await self._engine.settle(running.request(self._clocks.monotonic()), reason, running.progress)
+        result = await self._engine.settle(
+            running.request(self._clocks.monotonic()), reason, running.progress, running.label
+        )
         await self._end(running, result_message(running.reply.job_id, result))
 
     async def _end(self, running: Running, outcome: ResultMessage) -> None:

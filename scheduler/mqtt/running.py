@@ -55,6 +55,11 @@ class Running:
         return self.reply.client, self.reply.job_id
 
     @property
+    def label(self) -> str:
+        """How people know it."""
+        return "/".join(self.key)
+
+    @property
     def generated(self) -> int:
         """Tokens so far, over all choices."""
         return sum(len(entry.token_ids) for entry in self.progress) if self.job is None else self.job.generated
