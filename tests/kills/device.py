@@ -32,6 +32,7 @@ class Sent:
     body: dict[str, Any]
     cancelled: bool = False
     accepted: asyncio.Event = field(default_factory=asyncio.Event)
+    running: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     heard_at: float = 0.0
 
@@ -147,6 +148,7 @@ class Device:
                 if document.get("status") != "rejected":  # a broker that was killed may have lost the first word
                     sent.accepted.set()
         else:
+            sent.running.set()
             return
         self.heard.append(Heard((self.name, job_id), kind, message.payload))
 

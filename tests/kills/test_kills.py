@@ -12,8 +12,8 @@ from tests.kills.processes import Nursery
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.usefixtures("one_thread")]
 
 
-async def test_25_kills_of_workers_and_brokers(workers: Nursery, tiny: Path, tmp_path: Path):
-    report = await kill_often(Plan(seed=0, kills=25), workers, tiny, tmp_path)
+async def test_8_kills_of_workers_and_brokers(workers: Nursery, tiny: Path, tmp_path: Path):
+    report = await kill_often(Plan(seed=0, kills=8), workers, tiny, tmp_path)
     flawless(report)
     assert set(report.kills) == {"worker", "broker", "both"}
     assert report.resumed > 0
@@ -24,7 +24,7 @@ async def test_kills_of_workers_over_the_broker_that_pip_installs(workers: Nurse
     async with EmbeddedBroker(prefer="iotcore") as broker:
         where = BrokerAddress(broker.host, broker.port)
         report = await run(
-            Plan(seed=1, kills=6, victims=("worker",)),
+            Plan(seed=1, kills=3, victims=("worker",)),
             *(workers, tiny, tmp_path, where, None),
             {"five": {"replies": True}, "plain": {}},
         )

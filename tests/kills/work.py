@@ -54,21 +54,27 @@ def body(dice: random.Random, tokens: range) -> dict[str, Any]:
     return job | {"sampling": sampling, "priority": "low", "logprobs": 5, "prompt_logprobs": 1}
 
 
+_known: dict[tuple[Path, str], tuple[Answer, ...]] = {}
+
+
 async def undisturbed(model: Path, bodies: dict[JobKey, dict[str, Any]]) -> dict[JobKey, tuple[Answer, ...]]:
-    """What an engine answers that nobody kills, without MQTT and without a journal; the bodies have their seeds."""
-    answers: dict[JobKey, tuple[Answer, ...]] = {}
-    keys = list(bodies)
+    """What an engine answers that nobody kills, without MQTT and without a journal; the bodies have their seeds.
+
+    Each is computed once: the tests of single faults send the same jobs.
+    """
+    asked = {key: (model, json.dumps(body)) for key, body in bodies.items()}
+    new = [known for known in dict.fromkeys(asked.values()) if known not in _known]
     async with Scheduler(load_model(model, precision="int8"), rows=8) as scheduler:
-        for start in range(0, len(keys), TOGETHER):
-            together = keys[start : start + TOGETHER]
-            jobs = [await scheduler.submit(_request(bodies[key])) for key in together]
-            for key, job in zip(together, jobs, strict=True):
-                answers[key] = _answers(await job.result())
-    return answers
+        for start in range(0, len(new), TOGETHER):
+            together = new[start : start + TOGETHER]
+            jobs = [await scheduler.submit(_request(body)) for _, body in together]
+            for known, job in zip(together, jobs, strict=True):
+                _known[known] = _answers(await job.result())
+    return {key: _known[known] for key, known in asked.items()}
 
 
-def _request(body: dict[str, Any]) -> Request:
-    return SubmitMessage.from_json(json.dumps(body)).request("undisturbed")
+def _request(body: str) -> Request:
+    return SubmitMessage.from_json(body).request("undisturbed")
 
 
 def _answers(result: Result) -> tuple[Answer, ...]:
