@@ -1,11 +1,11 @@
 """A worker with a journal, for tests that end it and start the next one."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from drumline import Scheduler
+from drumline.scheduler.journal.errors import JournalFull
 from drumline.scheduler.journal.journal import Journal
 from drumline.scheduler.mqtt.address import BrokerAddress
 from drumline.scheduler.mqtt.broker import EmbeddedBroker
@@ -14,7 +14,7 @@ from drumline.scheduler.mqtt.options import GatewayOptions
 from drumline.scheduler.mqtt.reconnect import Backoff
 from drumline.scheduler.mqtt.topics import Topics
 from tests.drive import Gate
-from tests.scheduler.mqtt.support import HeldScheduler, address
+from tests.scheduler.mqtt.support import address, serving
 from tests.tiny import tiny_model
 
 EXACT = tiny_model(window=64, precision="int8")
@@ -22,6 +22,15 @@ EXACT = tiny_model(window=64, precision="int8")
 
 class Killed(Exception):
     """Ends a worker without a drain; what it had not written is lost."""
+
+
+def full_disk(path: Path) -> Callable[..., Awaitable[Any]]:
+    """A method of a journal that cannot write."""
+
+    async def refuse(*_: object) -> None:
+        raise JournalFull(path, "cannot be written: database or disk is full")
+
+    return refuse
 
 
 @asynccontextmanager
@@ -40,24 +49,10 @@ async def worker(
     **options: Any,
 ) -> AsyncIterator[Gateway]:
     settings = GatewayOptions(**{"refresh_s": 0.02, "progress_s": 0.01} | options)
+    engine = {"model": model, "rows": rows, "queue_requests": queue_requests, "draft_tokens": 0}
+    edge = {"options": settings, "backoff": backoff, "worker": "w"}
     async with (
         Journal(path, **journal or {}) as opened,
-        Scheduler(model, rows=rows, queue_requests=queue_requests, draft_tokens=0) as scheduler,
+        serving(where or address(broker), topics, gate=gate, wrap=wrap, journal=opened, **engine, **edge) as gateway,
     ):
-        engine: Any = wrap(scheduler if gate is None else HeldScheduler(scheduler, gate))
-        gateway = Gateway(
-            engine,
-            where or address(broker),
-            journal=opened,
-            worker="w",
-            version="test",
-            topics=topics,
-            options=settings,
-            backoff=backoff,
-        )
-        try:
-            async with gateway:
-                yield gateway
-        finally:
-            if gate is not None:
-                gate.open()
+        yield gateway

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,6 +11,7 @@ from uuid import uuid4
 from drumline import Request, Scheduler
 from drumline.model.language_model import LanguageModel
 from drumline.scheduler.job import GenerationJob
+from drumline.scheduler.journal.journal import Journal
 from drumline.scheduler.mqtt.address import BrokerAddress
 from drumline.scheduler.mqtt.broker import EmbeddedBroker
 from drumline.scheduler.mqtt.connection import (
@@ -136,29 +138,29 @@ async def serving(
     topics: Topics,
     *,
     gate: Gate | None = None,
-    wrap: Callable[[Scheduler], Any] | None = None,
+    wrap: Callable[[Any], Any] = lambda engine: engine,
     model: LanguageModel = MODEL,
     options: GatewayOptions | None = None,
     observer: Counts | None = None,
     backoff: Callable[[], Backoff] = Backoff,
     worker: str | None = None,
+    journal: Journal | None = None,
+    edge_clock: Callable[[], float] = time.monotonic,
     **settings: Any,
 ) -> AsyncIterator[Gateway]:
     """A scheduler over the tiny model, and a gateway before it."""
     async with Scheduler(model, **({"rows": 2} | settings)) as scheduler:
-        if gate is not None:
-            engine: Any = HeldScheduler(scheduler, gate)
-        else:
-            engine = scheduler if wrap is None else wrap(scheduler)
         gateway = Gateway(
-            engine,
+            wrap(scheduler if gate is None else HeldScheduler(scheduler, gate)),
             where,
+            journal=journal,
             worker=worker or f"w-{uuid4().hex[:8]}",
             version="test",
             topics=topics,
             options=options or GatewayOptions(refresh_s=0.02),
             observer=observer,
             backoff=backoff,
+            clock=edge_clock,
         )
         try:
             async with gateway:

@@ -8,6 +8,7 @@ from uuid import uuid4
 import pytest
 
 from drumline import InvalidRequest
+from drumline.scheduler.mqtt import connection as module
 from drumline.scheduler.mqtt.address import BrokerAddress
 from drumline.scheduler.mqtt.broker import EmbeddedBroker
 from drumline.scheduler.mqtt.connection import (
@@ -112,8 +113,9 @@ async def test_an_acknowledgement_of_a_socket_that_has_gone(broker: EmbeddedBrok
         assert connection._unacknowledged == {}
 
 
-async def test_a_cancelled_connect_leaves_nothing_behind():
+async def test_a_cancelled_connect_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch):
     """The server takes the connection and never answers; pytest turns a leaked socket or task into a failure."""
+    monkeypatch.setattr(module, "CONNECT_TIMEOUT_S", 0.2)  # it is waited for
     arrived, gone = asyncio.Event(), asyncio.Event()
 
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

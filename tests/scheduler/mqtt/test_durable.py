@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from drumline import Request, Scheduler
-from drumline.scheduler.journal.errors import JournalFull
 from drumline.scheduler.journal.journal import Journal
 from drumline.scheduler.mqtt.broker import EmbeddedBroker
 from drumline.scheduler.mqtt.client import Client
@@ -16,8 +15,8 @@ from drumline.scheduler.mqtt.connection import Message
 from drumline.scheduler.mqtt.quotas import Quota, QuotaExceeded, Quotas
 from drumline.scheduler.mqtt.topics import Topics
 from tests.drive import Gate, until
-from tests.scheduler.mqtt.durable import EXACT, Killed, worker
-from tests.scheduler.mqtt.support import BODY, MODEL, address, device, expected_ids
+from tests.scheduler.mqtt.durable import EXACT, Killed, full_disk, worker
+from tests.scheduler.mqtt.support import BODY, MODEL, address, device
 from tests.tiny import tiny_model
 
 LONG = BODY | {"max_tokens": 20, "logprobs": 1, "sampling": {"temperature": 1.0, "seed": 5}}
@@ -261,17 +260,13 @@ async def test_a_journal_that_takes_nothing(broker: EmbeddedBroker, topics: Topi
         await gate.arrived()
         journal = gateway._journal
         assert journal is not None
-        full = JournalFull(tmp_path, "cannot be written: database or disk is full")
-        finishes = 0
-
-        async def refuse(*_: object) -> int:
-            raise full
+        refuse, finishes = full_disk(tmp_path), 0
 
         async def refuse_once(number: int, terminal: object) -> None:
             nonlocal finishes
             finishes += 1
             if finishes == 1:
-                raise full
+                await refuse()
             await finish(number, terminal)
 
         accept, finish = journal.accept, journal.finish
@@ -362,15 +357,16 @@ class TestQuotas:
 async def test_of_a_worker_without_a_journal(broker: EmbeddedBroker, topics: Topics):
     """The same, but for the disk: nothing is left behind, and what runs at the end is cancelled."""
     gate = Gate()
-    async with device(address(broker), f"{topics.client('a')}/jobs/#") as this:
+    async with device(address(broker), f"{topics.client('a')}/jobs/#", topics.worker_status("w")) as this:
         async with worker(broker, topics, None, gate, rows=1, model=MODEL) as gateway:
             for name in ("runs", "waits"):
                 await this.send(topics.submit("a"), BODY | {"id": name})
                 await this.state(f"{name}/state", "accepted")
             await gate.arrived()
             stopping = asyncio.create_task(gateway.stop(drain_s=0))
+            await this.next(lambda message: b'"draining"' in message.payload)
             gate.open()
             await stopping
-        bodies = [await this.body("/result") for _ in range(2)]
-    assert {body["status"] for body in bodies} <= {"cancelled", "completed"}
-    assert await expected_ids(**BODY) is not None
+        bodies = {body["job_id"]: body for body in [await this.body("/result") for _ in range(2)]}
+    assert {name: body["status"] for name, body in bodies.items()} == dict.fromkeys(("runs", "waits"), "cancelled")
+    assert bodies["waits"]["token_ids"] == []

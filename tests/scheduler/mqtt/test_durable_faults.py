@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from drumline import InvalidRequest
-from drumline.scheduler.journal.errors import JournalError, JournalFull
+from drumline.scheduler.journal.errors import JournalError
 from drumline.scheduler.journal.journal import Journal
 from drumline.scheduler.mqtt.broker import EmbeddedBroker
 from drumline.scheduler.mqtt.topics import Topics
 from tests.drive import Gate, until
-from tests.scheduler.mqtt.durable import EXACT, Killed, worker
+from tests.scheduler.mqtt.durable import EXACT, Killed, full_disk, worker
 from tests.scheduler.mqtt.support import BODY, Network, address, device
 from tests.tiny import tiny_model
 
@@ -147,7 +147,7 @@ async def test_saving_and_ending_at_once(broker: EmbeddedBroker, topics: Topics,
     ):
         journal = gateway._journal
         assert journal is not None
-        for number in range(30):
+        for number in range(12):
             await this.send(topics.submit("a"), JOBS | {"id": f"j{number}"})
             await this.body("/result")
             assert journal.failure is None
@@ -163,10 +163,7 @@ async def test_leaving_while_nothing_can_be_written(broker: EmbeddedBroker, topi
             journal = gateway._journal
             assert journal is not None
 
-            async def full(*_: object) -> None:
-                raise JournalFull(path, "cannot be written: database or disk is full")
-
-            journal.finish = full  # type: ignore[method-assign]
+            journal.finish = full_disk(path)  # type: ignore[method-assign]
             gate.open()
             async with asyncio.timeout(10):
                 await gateway.stop(drain_s=0.1)

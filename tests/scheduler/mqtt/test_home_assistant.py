@@ -5,6 +5,7 @@ the pages of sensor.mqtt and binary_sensor.mqtt, as of 2026.
 """
 
 import json
+import time
 from typing import Any
 
 import jinja2
@@ -132,11 +133,14 @@ def test_who_is_gone_is_offline_and_has_no_numbers(state: str, online: str):
 
 
 async def test_a_worker_announces_itself_and_its_speed(broker: EmbeddedBroker, topics: Topics):
-    """Retained, for a Home Assistant that starts later; and the status says how fast tokens come."""
+    """Retained, for a Home Assistant that starts later; and the status says how fast tokens come.
+
+    Ten seconds of the worker's clock are one: speed is of two whole seconds.
+    """
     options = GatewayOptions(refresh_s=0.02, status_s=0.1, home_assistant=f"{topics.prefix}/ha")
     found = f"{topics.prefix}/ha/device/#"
     async with (
-        serving(address(broker), topics, options=options, worker="w"),
+        serving(address(broker), topics, options=options, worker="w", edge_clock=lambda: 10 * time.monotonic()),
         device(address(broker), found, topics.worker_status("w")) as this,
     ):
         message = await this.next(lambda message: "/ha/" in message.topic)
