@@ -1,5 +1,5 @@
+import asyncio
 import math
-import time
 from collections.abc import AsyncIterator
 from itertools import pairwise
 
@@ -115,13 +115,15 @@ async def test_requests_are_offered_when_due_and_all_are_accounted_for(scheduler
 
 async def test_time_counts_from_when_a_request_was_due(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch):
     """A submit that holds the sender up makes the next arrivals late, and that counts in their first tokens."""
-    submit = scheduler.submit_nowait
+    loop, submit, held_up_s = asyncio.get_running_loop(), scheduler.submit_nowait, 0.0
+    clock = loop.time
+    monkeypatch.setattr(loop, "time", lambda: clock() + held_up_s)
 
     def slow(request: Request) -> GenerationJob:
-        time.sleep(0.2)
+        nonlocal held_up_s
+        held_up_s += 20
         return submit(request)
 
     monkeypatch.setattr(scheduler, "submit_nowait", slow)
     served = await offer(scheduler, schedule([Work((5,), 2)] * 3, rate=1_000, seed=0), "greedy")
-    assert served[1].ttft_s > 0.19
-    assert served[2].ttft_s > 0.38
+    assert [int(one.ttft_s // 19.9) for one in served] == [0, 1, 2]
