@@ -4,8 +4,6 @@
 """
 
 import shutil
-import subprocess
-import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -67,28 +65,45 @@ def test_the_wheel_holds_one_package(dist: Path):
     assert "# drumline" in metadata
 
 
-def test_a_host_with_modules_of_the_same_names_embeds_it(dist: Path, tmp_path: Path):
-    (wheel,) = dist.glob("*.whl")
-    site, host = tmp_path / "site", tmp_path / "host"
-    pip = [sys.executable, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--root-user-action=ignore"]
-    subprocess.run([*pip, "--no-index", "--no-deps", "--target", site, wheel], check=True, timeout=120)
-    shutil.copytree(ROOT / "tests" / "host", host, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "examples" / "embed_service.py", host)
-    checkpoint = save(tmp_path / "tiny", random_model(llama()))
+@pytest.fixture
+def host(tmp_path: Path) -> Path:
+    folder = tmp_path / "host"
+    shutil.copytree(ROOT / "tests" / "host", folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "examples" / "embed_service.py", folder)
+    return folder
 
-    # float32: kernels of another place would be compiled anew, which takes a minute.
+
+@pytest.fixture
+def site(dist: Path, tmp_path: Path) -> Path:
+    """The wheel unpacked, which is all that an installation of pure Python is."""
+    (wheel,) = dist.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    return tmp_path / "site"
+
+
+CHECK = ("-c", "import sys, host; host.check(sys.argv[1])")
+FINE = f"drumline {drumline.__version__} ran beside the host's own modules\n"
+
+
+def test_a_host_with_modules_of_the_same_names_imports_it(site: Path, host: Path):
+    run = run_python(*CHECK, site, cwd=host, PYTHONPATH=str(site))
+    assert (run.returncode, run.stdout, run.stderr) == (0, FINE, "")
+
+
+@pytest.mark.soak
+def test_a_host_with_modules_of_the_same_names_embeds_it(site: Path, host: Path, tmp_path: Path):
+    """Kernels of another place are compiled anew, which takes long even for float32."""
+    checkpoint = save(tmp_path / "tiny", random_model(llama()))
     options = ("--model", checkpoint, "--precision", "float32")
     run = run_python("host.py", site, *options, cwd=host, timeout=200, PYTHONPATH=str(site))
     assert (run.returncode, run.stderr) == (0, "")
     assert '"stop_reason": "' in run.stdout
-    assert run.stdout.endswith(f"drumline {drumline.__version__} ran beside the host's own modules\n")
+    assert run.stdout.endswith(FINE)
 
 
-def test_the_host_would_notice_another_drumline(tmp_path: Path):
+def test_the_host_would_notice_another_drumline(host: Path, tmp_path: Path):
     """Without the wheel on its path it finds this checkout, and says so."""
-    host = shutil.copytree(ROOT / "tests" / "host", tmp_path / "host", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "examples" / "embed_service.py", host)
-    checkpoint = save(tmp_path / "tiny", random_model(llama()))
-    run = run_python("host.py", tmp_path / "site", "--model", checkpoint, cwd=host, PYTHONPATH=str(ROOT / "src"))
+    run = run_python(*CHECK, tmp_path / "site", cwd=host, PYTHONPATH=str(ROOT / "src"))
     assert run.returncode == 1
     assert run.stderr.startswith("drumline came from ")

@@ -22,6 +22,11 @@ HERE = Path(__file__).resolve().parent
 def main() -> None:
     site, *options = sys.argv[1:]
     embed_service.main([*options, "--port", "0", "--metrics", "127.0.0.1:0", "--once"])
+    check(site)
+
+
+def check(site: str) -> None:
+    """Exit with what is wrong, or say that nothing is."""
     found = Path(drumline.__file__).resolve()
     if not found.is_relative_to(Path(site).resolve()):
         sys.exit(f"drumline came from {found}, not from {site}")
