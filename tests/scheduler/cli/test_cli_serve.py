@@ -54,7 +54,7 @@ def serve(checkpoint: Path, *options: str) -> tuple[str | Path, ...]:
 
 @pytest.fixture(scope="module")
 def worker(checkpoint: Path) -> Iterator[Worker]:
-    with running_python(*serve(checkpoint, "--rows", "4")) as process:
+    with running_python(*serve(checkpoint, "--rows", "4", "--name", "line-1", "--home-assistant")) as process:
         yield Worker(process)
         process.terminate()
         assert finish(process) == (0, "", "draining: running jobs finish, no new ones are taken\n")
@@ -150,7 +150,7 @@ async def test_what_does_not_finish_in_time_is_cancelled(checkpoint: Path):
             result = await running.result()
         assert (result.stop_reason, result.status) == ("cancelled", "cancelled")
         assert 1 <= len(result.token_ids) < 2000
-        assert finish(process)[0] == 0
+        assert finish(process) == (0, "", "draining: running jobs finish, no new ones are taken\n")
 
 
 async def test_a_second_signal_ends_at_once(checkpoint: Path):
@@ -194,20 +194,14 @@ def test_a_dead_broker_of_its_own_ends_the_worker(checkpoint: Path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc to find the broker")
-def test_the_broker_is_out_of_reach_of_a_terminals_ctrl_c(checkpoint: Path):
+def test_the_broker_is_out_of_reach_of_a_terminals_ctrl_c(worker: Worker):
     """Ctrl-C goes to the whole group of the terminal; the broker must live on until the results are out."""
-    with running_python(*serve(checkpoint)) as process:
-        Worker(process)
-        assert os.getsid(broker_of(process)) != os.getsid(process.pid)
-        process.send_signal(signal.SIGINT)
-        assert finish(process) == (0, "", "draining: running jobs finish, no new ones are taken\n")
+    assert os.getsid(broker_of(worker.process)) != os.getsid(worker.process.pid)
 
 
-async def test_home_assistant_is_told_where_asked(checkpoint: Path):
-    with running_python(*serve(checkpoint, "--name", "line-1", "--home-assistant")) as process:
-        worker = Worker(process)
-        async with connect(ConnectOptions(worker.address, "home-assistant")) as connection:
-            await connection.subscribe("homeassistant/#", retained=True)
-            message = await anext(connection.messages())
+async def test_home_assistant_is_told_where_asked(worker: Worker):
+    async with connect(ConnectOptions(worker.address, "home-assistant")) as connection:
+        await connection.subscribe("homeassistant/#", retained=True)
+        message = await anext(connection.messages())
     assert message.topic == "homeassistant/device/drumline_v1_line-1/config"
     assert json.loads(message.payload)["device"]["model"] == "tiny"
