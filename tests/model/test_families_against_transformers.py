@@ -3,6 +3,7 @@
 import functools
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
@@ -10,6 +11,7 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from drumline import load_model
+from drumline.model.language_model import LanguageModel
 from drumline.model.reference import uncached_logits
 from drumline.model.registry import packaged_model
 from tests import checkpoints
@@ -76,10 +78,11 @@ def test_logits_equal_those_of_transformers(config: PreTrainedConfig, tmp_path: 
     assert (actual - expected).abs().max() <= BOUND
 
 
-def test_logits_of_smollm2_equal_those_of_transformers() -> None:
+def test_logits_of_smollm2_equal_those_of_transformers(smollm2: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     path = packaged_model()
     assert path is not None
-    ours = load_float32(path)
+    # transformers makes this map anew for each module, which takes longer than all the rest.
+    monkeypatch.setattr(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
     # What from_pretrained(gguf_file=...) does, but for the package accelerate, which that insists on.
     config = LlamaConfig(**SMOLLM2)
     with no_init_weights():
@@ -87,9 +90,9 @@ def test_logits_of_smollm2_equal_those_of_transformers() -> None:
     tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=theirs)["tensors"]
     assert theirs.load_state_dict(tensors, strict=False).missing_keys == ["lm_head.weight"]
     theirs.tie_weights()
-    ids = ours.tokenizer.encode("The capital of France is")
+    ids = smollm2.tokenizer.encode("The capital of France is")
     with torch.inference_mode():
         expected = theirs(torch.tensor([ids])).logits[0]
-    actual = uncached_logits(ours, ids)
+    actual = uncached_logits(smollm2, ids)
     assert (actual - expected).abs().max() <= BOUND
-    assert ours.tokenizer.token_bytes(int(actual[-1].argmax())) == b" Paris"
+    assert smollm2.tokenizer.token_bytes(int(actual[-1].argmax())) == b" Paris"

@@ -129,7 +129,7 @@ def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.usefixtures("_threads")
 def test_every_row_is_chosen_as_the_judge_chooses_it():
-    @settings(deadline=None, max_examples=400)
+    @settings(deadline=None, max_examples=150)
     @given(step=steps())
     def check(step: tuple[np.ndarray, list[RowChoice]]):
         logits, asked = step

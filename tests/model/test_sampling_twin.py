@@ -123,7 +123,7 @@ def rows(draw: st.DrawFn) -> dict:
     }
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(row=rows())
 def test_choice_equals_the_slow_twins(row: dict):
     def outcome(chooser, logits) -> int | str:

@@ -7,8 +7,8 @@ Elsewhere: 13 `test_bad_input`, 14 and 16 `test_classes`, 18 `test_restart` and 
 import asyncio
 import gc
 import json
+import os
 import random
-import subprocess
 import sys
 import threading
 from collections import Counter
@@ -19,6 +19,7 @@ import pytest
 from drumline import InvalidRequest, QueueFull, Request, SamplingParams, Scheduler
 from drumline.model.language_model import LanguageModel
 from tests.drive import generate, metric, until
+from tests.processes import run_python
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -71,18 +72,21 @@ async def test_03_a_seed_twice_then_another():
     assert answers[0] == answers[1] != answers[2]
 
 
-def test_04_two_processes_without_a_seed_differ():
+async def test_04_two_processes_without_a_seed_differ():
+    """This one, and another."""
     program = (
-        "import asyncio; from tests.tiny import tiny_model; from drumline import *\n"
-        "async def main():\n"
-        "    async with Scheduler(tiny_model(), rows=1) as scheduler:\n"
-        "        drawn = SamplingParams(temperature=1.0)\n"
-        "        request = Request(prompt='a', max_tokens=12, sampling=drawn, ignore_eos=True)\n"
-        "        print((await (await scheduler.submit(request)).result()).token_ids)\n"
-        "asyncio.run(main())"
+        "import asyncio; from tests.tiny import tiny_model; from tests.drive import generate; from drumline import *\n"
+        "request = Request(prompt='a', max_tokens=12, sampling=SamplingParams(temperature=1.0), ignore_eos=True)\n"
+        "[result] = asyncio.run(generate(tiny_model(), request))\n"
+        "print(*result.token_ids)"
     )
-    said = {subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout for _ in range(2)}
-    assert len(said) == 2
+    theirs = run_python("-c", program, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
+    assert theirs.returncode == 0, theirs.stderr
+    request = Request(prompt="a", max_tokens=12, sampling=SamplingParams(temperature=1.0), ignore_eos=True)
+    [ours] = await generate(tiny_model(), request)
+    said = [int(token_id) for token_id in theirs.stdout.split()]
+    assert len(said) == len(ours.token_ids) == 12
+    assert said != list(ours.token_ids)
 
 
 async def test_05_the_next_tenant_of_a_constrained_row_is_free():

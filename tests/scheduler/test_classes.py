@@ -9,7 +9,7 @@ from drumline import InvalidRequest, Request, SamplingParams, Scheduler
 from drumline.scheduler.live_rows import MIN_TOKENS_IN_ROW
 from drumline.scheduler.policy import FairShare, FirstCome
 from tests.compositions import answer
-from tests.drive import generate, metric, until
+from tests.drive import generate, held, metric, until
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -158,11 +158,12 @@ class TestShares:
     async def test_equal_tokens_while_both_wait(self):
         """A thousand jobs against ten of the same size: the same tokens, within a tenth."""
         async with Scheduler(tiny_model(), rows=2, queue_requests=2_000) as scheduler:
+            gate, _ = await held(scheduler)  # nobody is served before all have come
             many = [await scheduler.submit(asking(4, tenant="many")) for _ in range(1_000)]
-            few = [scheduler.submit_nowait(asking(4, tenant="few")) for _ in range(10)]
-            before = sum(job.generated for job in many)
+            few = [await scheduler.submit(asking(4, tenant="few")) for _ in range(10)]
+            gate.open()
             await asyncio.gather(*(job.result() for job in few))
-            done = sum(job.generated for job in many) - before
+            done = sum(job.generated for job in many)
             for job in many:
                 job.cancel()
             await asyncio.gather(*(job.result() for job in many))

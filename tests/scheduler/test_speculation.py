@@ -157,7 +157,7 @@ class TestAnswers:
             assert counts.accepted > 0
             assert (result.stop_reason == "window") == (overflow == "stop")
 
-    @pytest.mark.parametrize("seed", range(3))
+    @pytest.mark.parametrize("seed", range(2))
     async def test_what_ends_a_row_among_its_drafts(self, tiny: LanguageModel, seed: int):
         """Stop ids, EOS and stop strings at every place; nothing behind them counts, or is fed."""
         sampling = FEW_IDS.model_copy(update={"seed": seed})
@@ -270,7 +270,7 @@ class TestTrouble:
     async def test_a_draft_without_numbers_harms_no_token_before_it(self, value: float):
         """The row ends where it would have ended: at the place whose own state is not finite."""
         accepted = 0
-        for place in range(18, 30):
+        for place in range(18, 30, 3):
             model = tiny_model("gpt2", precision="int8", window=64)
             broken = model.weights.position_embedding.clone()
             broken[place] = value
@@ -279,7 +279,7 @@ class TestTrouble:
             assert [result.stop_reason for result in results] == ["error", "budget"]
             assert len(results[0].token_ids) == place + 1 - len(LOOP)
             accepted += counts.accepted
-        assert accepted > 5
+        assert accepted > 2
 
     async def test_a_token_that_is_no_text(self, tiny: LanguageModel):
         (whole,), _ = await run(tiny, [looping()], 0)

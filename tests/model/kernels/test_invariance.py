@@ -179,7 +179,7 @@ class TestSmolLM2:
         backend = CpuBackend(model)
         requests = prompts(dice, model, 6, 70)
         wanted = [self.last_logits(backend, model, [ids], dice, lambda: 1_000)[0] for ids in requests]
-        for chunks in ("7", "64", "whole", "any"):
+        for chunks in ("7", "any"):
             given = self.last_logits(backend, model, requests, dice, CHUNKS[chunks](dice))
             assert_same(given, wanted, f"chunks of {chunks}")
         torch.set_num_threads(2)
