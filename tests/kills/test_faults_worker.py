@@ -11,7 +11,7 @@ from urllib.request import urlopen
 import pytest
 import pytest_asyncio
 
-from tests.kills.device import Device, Sent, device
+from tests.kills.device import Device, device
 from tests.kills.faults import SHORT, accepted_longs, journaled, until_begun
 from tests.kills.processes import Mosquitto, Nursery, Worker
 from tests.kills.work import flawless
@@ -41,8 +41,10 @@ def readiness(worker: Worker) -> int:
             return error.code
 
 
-def refusal(desk: Device, sent: Sent) -> str:
-    """The code of its one terminal message."""
+async def refusal(desk: Device) -> str:
+    """The code with which a new job is refused; it is no part of what is judged."""
+    sent = desk.submit("refused", SHORT)
+    await desk.results(sent)
     (result,) = [heard.payload for heard in desk.heard if heard.kind == "result" and heard.job[1] == sent.id]
     document = json.loads(result)
     assert document["status"] == "rejected"
@@ -126,9 +128,7 @@ async def test_a_journal_that_is_deleted_under_its_worker(
     await until_begun(worker.journal)
     for suffix in ("", "-wal", "-shm"):
         worker.journal.with_name(worker.journal.name + suffix).unlink()
-    refused = desk.submit("refused", SHORT)
-    await desk.results(refused)
-    assert refusal(desk, refused) == "journal"
+    assert await refusal(desk) == "journal"
     assert await worker.ended() == 2
     assert "drumline: the MQTT edge ended: journal" in worker.said
     assert "was deleted or replaced" in worker.said
@@ -138,7 +138,6 @@ async def test_a_journal_that_is_deleted_under_its_worker(
         await desk.send(sent)
     await desk.results()
     assert await worker.terminate() == 0
-    del desk.jobs["refused"]
     await flawless(tiny, desk)
 
 
@@ -149,14 +148,11 @@ async def test_a_full_disk(workers: Nursery, tiny: Path, broker: Mosquitto, desk
     await accepted_longs(desk, 3, logprobs=20)
     await until_begun(worker.journal)
     worker.limit_files(40_000)  # what it has written is longer
-    refused = desk.submit("refused", SHORT)
-    await desk.results(refused)
-    assert refusal(desk, refused) == "journal"
+    assert await refusal(desk) == "journal"
     assert readiness(worker) == 503
     worker.limit_files(resource.RLIM_INFINITY)
     await desk.results()
     desk.submit("new", SHORT)
     await desk.results()
-    del desk.jobs["refused"]
     assert await worker.terminate() == 0
     await flawless(tiny, desk)
