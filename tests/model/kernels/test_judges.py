@@ -78,7 +78,7 @@ def test_against_float64(family: str):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_against_the_torch_backend_teacher_forced(family: str):
     given, wanted = [], []
-    for model, ids in cases(family, seeds=2):
+    for model, ids in cases(family):
         given.append(alone(CpuBackend(model), model, ids))
         wanted.append(by_torch(model, ids))
     assert_agree(given, wanted)
