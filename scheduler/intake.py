@@ -81,6 +81,7 @@ class Intake:
         """The job is ours now; what needs no row ends at once."""
         self.jobs[job.id] = job
         self.quiet.clear()
+        self._reporting.accepted(job)
         for choice, reason in job.settled.items():
             self._rows.end_unseated(job.sequences[choice], reason)
 

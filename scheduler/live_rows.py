@@ -13,6 +13,7 @@ from drumline.model.config import ModelConfig
 from drumline.model.errors import EngineFailed
 from drumline.model.stop_reason import StopReason
 from drumline.scheduler.job import GenerationJob
+from drumline.scheduler.log import Event
 from drumline.scheduler.plan import Backlog, Portion, token_cost
 from drumline.scheduler.policy import PRIORITIES
 from drumline.scheduler.queue import RequestQueue
@@ -250,7 +251,9 @@ def _accept(sequence: Sequence, outcome: RowOutcome) -> tuple[int, StopReason | 
         except EngineFailed as error:
             return taken, "error", str(error)
         except Exception as error:  # a tokenizer that fails on an id fails for this row alone
-            _log.exception("a token could not be turned into text")
+            _log.exception(
+                Event("row failed", job=sequence.job.id, error=f"token {choice.token_id} could not be turned into text")
+            )
             return taken, "error", f"token {choice.token_id} could not be turned into text: {type(error).__name__}"
         if reason is not None:
             return taken, reason, None

@@ -1,5 +1,6 @@
 """What happens in a scheduler, told to all who keep count of it: metrics, totals, recent answers, trace, pulse."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -11,6 +12,7 @@ from drumline.metrics.instruments import Instruments
 from drumline.model.errors import DrumlineError, EngineFailed, InvalidRequest
 from drumline.scheduler.estimate import Estimate
 from drumline.scheduler.job import GenerationJob
+from drumline.scheduler.log import Event
 from drumline.scheduler.pulse import Pulse
 from drumline.scheduler.queue import RequestQueue
 from drumline.scheduler.recent import Recent
@@ -19,6 +21,8 @@ from drumline.scheduler.sequence import Sequence
 from drumline.scheduler.step import StepReport, StepTimes
 from drumline.scheduler.totals import StepTotals
 from drumline.scheduler.trace import Trace
+
+_jobs_log = logging.getLogger("drumline.jobs")
 
 
 class Reporting:
@@ -47,6 +51,7 @@ class Reporting:
     def preempted(self, row: int, sequence: Sequence) -> None:
         """A sequence had to give its row to another."""
         self.instruments.preempted()
+        _jobs_log.debug(Event("job preempted", job=sequence.job.id, tenant=sequence.tenant, row=row))
         self.left(row, sequence, "preempted")
 
     def computed(self, report: StepReport, sequences: Mapping[int, Sequence], began: float, ended: float) -> None:
@@ -110,11 +115,16 @@ class Reporting:
                 reason = "failed"
             elif isinstance(error, InvalidRequest):
                 reason = "duplicate_id" if error.field == "id" else "invalid"
-            self.rejected(reason)
+            self.rejected(reason, error=error)
             raise
 
-    def rejected(self, reason: RejectReason, job_id: str | None = None) -> None:
+    def accepted(self, job: GenerationJob) -> None:
+        """A request is a job now."""
+        _jobs_log.debug(Event("job accepted", job=job.id, tenant=job.request.tenant, priority=job.request.priority))
+
+    def rejected(self, reason: RejectReason, job_id: str | None = None, error: DrumlineError | None = None) -> None:
         """A request was refused."""
+        _jobs_log.info(Event("job rejected", job=job_id, reason=reason, error=error))
         self.instruments.rejected(reason)
         self.trace.refused(reason, job_id)
 
@@ -130,6 +140,21 @@ class Reporting:
         self.recent.ended(job, result)
         self.trace.ended(job, result)
         timings, usage = result.timings, result.usage
+        _jobs_log.info(
+            Event(
+                "job ended",
+                job=job.id,
+                tenant=job.request.tenant,
+                outcome=result.status,
+                stop_reason=result.stop_reason,
+                prompt_tokens=usage.prompt_tokens,
+                tokens=usage.generated_tokens,
+                queued_s=timings.queued_s,
+                first_token_s=timings.first_token_s,
+                total_s=timings.total_s,
+                error=result.error,
+            )
+        )
         self.instruments.request_done(
             result.status,
             None if job.started_at is None else timings.queued_s,

@@ -27,6 +27,7 @@ from drumline.scheduler.intake import Intake
 from drumline.scheduler.job import GenerationJob
 from drumline.scheduler.live_rows import LiveRows
 from drumline.scheduler.live_view import LiveView, answers_view, live_rows, percentiles
+from drumline.scheduler.log import Event
 from drumline.scheduler.pins import Pin, pin_prompt
 from drumline.scheduler.plan import plan_step
 from drumline.scheduler.policy import Policy, checked_policy
@@ -333,16 +334,17 @@ class Scheduler:
                         raise failure.reason from None
                     self._restart(failure.reason)
         except Exception as error:  # nothing may leave callers waiting for ever
-            _log.exception("the engine failed; everything that runs or waits ends with an error")
-            self._fail(f"{type(error).__name__}: {error}")
+            reason = f"{type(error).__name__}: {error}"
+            _log.exception(Event("engine failed", error=reason, jobs=len(self._intake.jobs)))
+            self._fail(reason)
         except BaseException:
             self._fail("the scheduler's loop was cancelled")
             raise
 
     def _restart(self, reason: Exception) -> None:
         """Go on after a step that raised: it changed nothing but keys and values, which are computed again."""
-        _log.error("a step failed; what ran goes on from its tokens", exc_info=reason)
         self._restarts_left -= 1
+        _log.error(Event("engine restarted", restarts_left=self._restarts_left), exc_info=reason)
         self._rows.restart()
         self.instruments.restarted()
 

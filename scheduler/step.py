@@ -17,6 +17,7 @@ from drumline.model.errors import EngineFailed
 from drumline.model.random_state import RandomState
 from drumline.model.sampling import Choice, RowChoice, choose_rows
 from drumline.model.sampling_params import SamplingParams
+from drumline.scheduler.log import Event
 from drumline.scheduler.plan import Portion
 from drumline.scheduler.sequence import Sequence
 
@@ -175,5 +176,5 @@ def _outcome(segment: Segment, told: Several[Choice | Exception], chosen: Severa
 def _reason(error: Exception) -> str:
     if isinstance(error, EngineFailed):
         return str(error)
-    _log.error("choosing a token failed", exc_info=error)
+    _log.error(Event("row failed", error="choosing a token failed"), exc_info=error)
     return f"choosing a token failed: {type(error).__name__}"

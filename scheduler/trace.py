@@ -4,6 +4,7 @@ The format is the Trace Event Format's array of JSON events, times in microsecon
 instant, `C` a counter, `b` and `e` begin and end a slice that overlaps others, `M` names a track.
 """
 
+import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,10 +12,13 @@ from typing import Any
 
 from drumline.model.errors import InvalidRequest
 from drumline.scheduler.job import GenerationJob
+from drumline.scheduler.log import Event
 from drumline.scheduler.request import Result
 from drumline.scheduler.sequence import Sequence
 from drumline.scheduler.step import RowOutcome, StepReport, StepTimes
 from drumline.scheduler.trace_file import MAX_BYTES, TraceFile, TraceSummary
+
+_log = logging.getLogger("drumline")
 
 PROCESS = 1
 PHASES, EVENT_LOOP, ENDS, FIRST_ROW = 1, 2, 3, 100
@@ -51,6 +55,7 @@ class Trace:
         if self._file is not None:
             raise InvalidRequest("trace", f"is being recorded already, into {self._file.path}")
         self._file = TraceFile(path, max_bytes)
+        _log.info(Event("trace started", path=path, max_bytes=max_bytes))
         self._named.clear()
         self._seated.clear()
         self._waiting_since.clear()
@@ -66,7 +71,9 @@ class Trace:
             self._occupied(row, time.perf_counter(), "still running")
         self._flush()
         file, self._file = self._file, None
-        return file.close()
+        summary = file.close()
+        _log.info(Event("trace stopped", **vars(summary)))
+        return summary
 
     def seated(self, row: int, sequence: Sequence, waited_s: float) -> None:
         """A sequence that waited for so long, if it has not waited before, got a row."""

@@ -10,6 +10,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from drumline.model.errors import InvalidRequest
+from drumline.scheduler.log import Event
 
 _log = logging.getLogger("drumline")
 
@@ -71,14 +72,14 @@ class TraceFile:
                 self._write("\n]\n")
         except OSError as error:
             self.open = self._complete = False
-            _log.error("the trace %s ends: %s", self.path, error.strerror)
+            _log.error(Event("trace failed", path=self.path, error=error.strerror))
 
     def _append(self, events: Iterable[Mapping[str, Any]]) -> None:
         for event in events:
             line = ("," if self._events else "") + "\n" + json.dumps(event, separators=(",", ":"))
             if self._bytes + len(line) > self._max_bytes:
                 self.open = self._complete = False
-                _log.warning("the trace %s is full: %d bytes", self.path, self._bytes)
+                _log.warning(Event("trace full", path=self.path, bytes=self._bytes))
                 return
             self._write(line)
             self._events += 1

@@ -10,6 +10,8 @@ import typer
 
 from drumline.model.errors import DrumlineError
 from drumline.model.openmp import share_pool
+from drumline.scheduler.cli import logs
+from drumline.scheduler.log import Event
 
 # How often an OpenMP thread that waits looks again before it sleeps. With the default, two threads on two cores that
 # another process shares wait for each other: a step of 16 rows took 404 ms beside one busy process, 216 ms with this
@@ -21,9 +23,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command and exit: 0, or 1 where a comparison differs, or 2 after one clear line about what is wrong."""
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     share_pool()
-    # What it warns of reaches us as an exception, too, and that is the one line.
-    logging.getLogger("drumline.mqtt.aiomqtt").setLevel(logging.ERROR)
     given = list(sys.argv[1:] if arguments is None else arguments)
+    with logs.on_stderr():
+        _run(given)
+
+
+def _run(given: list[str]) -> None:
     try:
         from drumline.scheduler.cli.app import app  # takes seconds: an interruption meanwhile is no traceback either
 
@@ -36,12 +41,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
         text = error.strerror or str(error) or type(error).__name__
         _complain(f"{error.filename}: {text}" if error.filename else text)
     except (KeyboardInterrupt, asyncio.CancelledError, typer.Abort):
-        print("drumline: interrupted", file=sys.stderr)
-        sys.exit(130)
+        _say("interrupted")
+        _end_at_once(130)
     else:
         sys.exit(code or 0)
 
 
 def _complain(message: str) -> None:
-    print("drumline: " + " ".join(message.split()), file=sys.stderr)
+    _say(" ".join(message.split()))
     sys.exit(2)
+
+
+def _say(message: str) -> None:
+    """The last line of a command, in the form of those before."""
+    if logs.writes_json():
+        logging.getLogger("drumline").critical(Event("ended", reason=message))
+    else:
+        print(f"drumline: {message}", file=sys.stderr)
+
+
+def _end_at_once(code: int) -> None:
+    """Without waiting for a thread that loads a model or compiles: nothing stops it, and it has nothing to save."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

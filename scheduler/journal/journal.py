@@ -11,6 +11,7 @@ from drumline.scheduler.journal.errors import JobFinished, JournalError
 from drumline.scheduler.journal.records import AcceptedJob, JournaledJob, Progress, Terminal
 from drumline.scheduler.journal.store import Store
 from drumline.scheduler.journal.writer import Done, Task, Writer, answer_all
+from drumline.scheduler.log import Event
 
 T = TypeVar("T")
 PRUNE_EVERY = 1_000
@@ -175,9 +176,9 @@ class Journal:
             if each.task.progress_of is not None and not isinstance(each.error, JobFinished):
                 self._cut_short.add(each.task.progress_of)
         if lost and self.failure is None:
-            logger.error("not written: %s", lost[0].error)
+            logger.error(Event("journal failing", path=self.path, error=lost[0].error))
         elif not lost and self.failure is not None:
-            logger.info("journal %s: written again", self.path)
+            logger.info(Event("journal recovered", path=self.path))
         if self._on_up is not None and bool(lost) != (self.failure is not None):
             self._on_up(not lost)
         self.failure = str(lost[0].error) if lost else None

@@ -16,6 +16,7 @@ from typing import Any, Literal, Self
 from uuid import uuid4
 
 from drumline.model.errors import DrumlineError, InvalidRequest
+from drumline.scheduler.log import Event
 from drumline.scheduler.mqtt.address import BrokerAddress, Tls
 from drumline.scheduler.mqtt.codec import (
     ResultMessage,
@@ -325,7 +326,7 @@ class Client:
             try:
                 job = self._take(message)
             except Exception as error:
-                logger.warning("a message on %s was ignored: %s", message.topic, error)
+                logger.warning(Event("message ignored", topic=message.topic, error=error))
                 continue
             if job is not None and job._is_forgotten:
                 await self._send_again(connection, job)
@@ -355,7 +356,7 @@ class Client:
     def _lost(self, error: BrokerError) -> None:
         if not self._ever_connected:
             raise error
-        logger.warning("%s: %s", self.name, error)
+        logger.warning(Event("connection lost", client=self.name, error=error))
 
     def _new_link(self) -> asyncio.Future[Connection]:
         self._link = asyncio.get_running_loop().create_future()

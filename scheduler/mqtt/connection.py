@@ -24,6 +24,7 @@ from paho.mqtt.reasoncodes import ReasonCode
 from paho.mqtt.subscribeoptions import SubscribeOptions
 
 from drumline.model.errors import DrumlineError, InvalidRequest
+from drumline.scheduler.log import Event
 from drumline.scheduler.mqtt.address import BrokerAddress
 
 logger = logging.getLogger("drumline.mqtt")
@@ -179,7 +180,7 @@ class Connection:
                 try:
                     received = _received(message)
                 except ValueError:
-                    logger.exception("a message that cannot be decoded was ignored")
+                    logger.exception(Event("message ignored", error="it cannot be decoded"))
                     received = None
                 if message.qos == 1 and self._acknowledges:
                     self._unacknowledged[message.mid] = False

@@ -19,8 +19,10 @@ from drumline.metrics.definitions import MessageKind
 from drumline.model.errors import InvalidRequest
 from drumline.scheduler.engine import Engine
 from drumline.scheduler.journal.journal import Journal
+from drumline.scheduler.log import Event
 from drumline.scheduler.mqtt.address import BrokerAddress
 from drumline.scheduler.mqtt.answers import Answers
+from drumline.scheduler.mqtt.codec import shortened
 from drumline.scheduler.mqtt.connection import (
     BrokerError,
     Connection,
@@ -209,6 +211,7 @@ class Gateway:
             spawn,
             Clocks(self._clock, journal.now, self._sleep),
             options.on_change,
+            options.show_text,
         )
         handlers = Handlers(
             self._engine,
@@ -229,6 +232,7 @@ class Gateway:
 
     async def _wind_down(self, jobs: Jobs, handlers: Handlers) -> None:
         """Finish what the time allows, and deliver it. What is sent meanwhile waits at the broker, unless we retire."""
+        logger.info(Event("draining", jobs=len(jobs.running), limit_s=self._drain_s))
         self._status.state = "draining"
         handlers.draining, handlers.retiring = True, self._options.retire
         self._status.tell()
@@ -243,7 +247,7 @@ class Gateway:
             async with asyncio.timeout(self._options.flush_s):
                 await self._outbox.flushed()
         except TimeoutError:
-            logger.error("the broker is away: %d messages were not delivered", len(self._outbox))
+            logger.error(Event("messages not delivered", messages=len(self._outbox), reason="the broker is away"))
 
     async def _keep(self, name: str, session: Callable[[Connection], Awaitable[None]]) -> None:
         own = name == "alone"  # a name that no other worker can have, and take from us
@@ -259,7 +263,7 @@ class Gateway:
         )
 
         def lost(error: BrokerError) -> None:
-            logger.warning("%s connection: %s", name, error)
+            logger.warning(Event("connection lost", connection=name, error=error))
 
         await keep_connected(options, session, self._backoff(), lost)
 
@@ -322,7 +326,7 @@ class Gateway:
             try:
                 self._handle(message, handlers, acknowledge)
             except Exception as error:
-                logger.exception("a message on %s could not be handled", message.topic)
+                logger.exception(Event("message not handled", topic=message.topic))
                 self._outbox.bury(message, None, None, "internal", error)
                 acknowledge()
 
@@ -339,6 +343,7 @@ class Gateway:
                 handlers.get(message, client, job_id)
             case _:
                 error = InvalidRequest("topic", f"client and job id must match {NAME.pattern}")
+                logger.info(Event("message refused", topic=shortened(message.topic), error=error.limit))
                 self._outbox.bury(message, None, None, "invalid", error)
                 acknowledge()
 
@@ -370,6 +375,7 @@ class Gateway:
     def _note_link(self, name: str, up: bool) -> None:
         (self._up.add if up else self._up.discard)(name)
         if self.connected:
+            logger.info(Event("connected", broker=self._broker.url))
             self._ready.set()
         if self._observer is not None:
             self._observer.mqtt_connected(self.connected)
@@ -382,4 +388,4 @@ class Gateway:
         runner.cancel()
         await asyncio.wait([runner])
         if not runner.cancelled() and (error := runner.exception()) is not None:
-            logger.error("the gateway failed", exc_info=error)
+            logger.error(Event("gateway failed"), exc_info=error)

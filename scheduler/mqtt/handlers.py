@@ -16,9 +16,11 @@ from drumline.scheduler.engine import Engine
 from drumline.scheduler.journal.errors import JournalError
 from drumline.scheduler.journal.journal import Journal
 from drumline.scheduler.journal.records import JournaledJob
+from drumline.scheduler.log import Event
 from drumline.scheduler.mqtt.answers import Answers
 from drumline.scheduler.mqtt.codec import ErrorMessage, SubmitMessage, error_message, parse_submit, read_id
 from drumline.scheduler.mqtt.connection import Message
+from drumline.scheduler.mqtt.job_events import job_rejected
 from drumline.scheduler.mqtt.jobs import Jobs
 from drumline.scheduler.mqtt.outbox import Observer, Outbox
 from drumline.scheduler.mqtt.quotas import QuotaExceeded, Usage
@@ -122,7 +124,8 @@ class Handlers:
     def get(self, message: Message, client: str, job_id: str) -> None:
         """Send the state, and the result if there is one."""
         if not self._outbox.has_room:
-            logger.warning("a get of client %s is not answered: too much waits to be sent", client)
+            reason = "too much waits to be sent"
+            logger.warning(Event("get not answered", job=job_id, client=client, reason=reason))
             return
         running = self._jobs.running.get((client, job_id))
         asked_from_elsewhere = message.response_topic is not None
@@ -149,7 +152,7 @@ class Handlers:
             self._arriving.pop(running.key, None)
             await self._reject(running.reply, message, error)
         except Exception as error:
-            logger.exception("a message on %s could not be handled", message.topic)
+            logger.exception(Event("message not handled", topic=message.topic))
             self._outbox.bury(message, *running.key, "internal", error)
         finally:
             self._arriving.pop(running.key, None)
@@ -187,6 +190,7 @@ class Handlers:
             return
         code: RejectReason = "too_large" if len(message.payload) > self._submit_bytes else "unparsable"
         self._count_rejection(code)
+        logger.info(job_rejected(client, None, code, error))
         self._outbox.bury(message, client, None, code, error)
 
     def _join(self, running: Running, reply: Reply) -> None:
@@ -226,6 +230,7 @@ class Handlers:
             reason = "quota"
         if reason is not None:
             self._count_rejection(reason)
+        logger.info(job_rejected(*key, reason or error_message(error).code, error))
         self._early_cancels.pop(key, None)
         self._answers.rejected(reply, error)
 
@@ -237,6 +242,7 @@ class Handlers:
         """
         key = (reply.client, reply.job_id)
         self._count_rejection("duplicate_id")
+        logger.info(job_rejected(*key, "duplicate_id", error))
         self._outbox.bury(message, *key, "duplicate_id", error)
         await self._answer(reply, error_message(error, "duplicate_id"))
         running, done = self._jobs.running.get(key), await self._find(key)
@@ -271,7 +277,7 @@ class Handlers:
         try:
             return await self._journal.find(*key)
         except JournalError as error:
-            logger.error("a job cannot be looked up: %s", error)
+            logger.error(Event("lookup failed", job=key[1], client=key[0], error=error))
             return None
 
     def _reply_of(self, done: JournaledJob) -> Reply:

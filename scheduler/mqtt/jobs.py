@@ -20,8 +20,10 @@ from drumline.scheduler.engine import Engine, Job
 from drumline.scheduler.journal.errors import JobFinished, JournalError, JournalFull
 from drumline.scheduler.journal.journal import Journal
 from drumline.scheduler.journal.records import AcceptedJob, JournaledJob, Terminal
+from drumline.scheduler.log import Event
 from drumline.scheduler.mqtt.answers import Answers
 from drumline.scheduler.mqtt.codec import JobState, ResultMessage, failed_message, result_message
+from drumline.scheduler.mqtt.job_events import job_ended, job_event
 from drumline.scheduler.mqtt.quotas import Usage
 from drumline.scheduler.mqtt.reply import Reply
 from drumline.scheduler.mqtt.running import Key, Running, reloaded
@@ -64,9 +66,11 @@ class Jobs:
         spawn: Spawn,
         clocks: Clocks,
         on_change: OnChange = "restart",
+        show_text: bool = False,
     ) -> None:
         self._engine, self._journal, self._topics, self._answers = engine, journal, topics, answers
         self._usage, self._spawn, self._clocks, self._on_change = usage, spawn, clocks, on_change
+        self._show_text = show_text
         self.running: dict[Key, Running] = {}
         self.waiting = Waiting()
         self._in_engine: set[Running] = set()
@@ -83,8 +87,11 @@ class Jobs:
         while page := await self._journal.unfinished(number, PAGE):
             await asyncio.gather(*map(self._restore, page))
             number = page[-1].number
+        if self.running:
+            logger.info(Event("jobs resumed", jobs=len(self.running)))
         if self._begun_again:
-            logger.warning("%d jobs begin again: the model, or what computes it, changed", self._begun_again)
+            reason = "the model, or what computes it, changed"
+            logger.warning(Event("jobs begin again", jobs=self._begun_again, reason=reason))
         self._services = [self._spawn(self._publish_again()), self._spawn(self._feed())]
 
     async def accept(self, running: Running, deadline_s: float | None) -> None:
@@ -107,6 +114,7 @@ class Jobs:
         except BaseException:
             self._usage.ended(client, 0)
             raise
+        logger.debug(job_event("job accepted", running, number=running.number))
         self._answers.state(running.reply, "accepted", len(self.waiting), 0)
         self._enter(running)
         if running.cancelled:
@@ -192,7 +200,7 @@ class Jobs:
             except JournalError as error:
                 self._break(error)
             except Exception as error:
-                logger.exception("job %s of client %s broke", *reversed(running.key))
+                logger.exception(job_event("job broke", running))
                 await self._end(running, failed_message(running.reply.job_id, "failed", _reason(error)))
 
         self._spawn(guarded())
@@ -213,6 +221,7 @@ class Jobs:
             self._begun_again += bool(running.progress)
             await self._journal.restart(journaled.number, self._engine.fingerprint)
             running.progress, running.kept = (), {}
+        logger.debug(job_event("job resumed", running, tokens=running.generated))
         self._enter(running)
 
     async def _publish_again(self) -> None:
@@ -287,6 +296,7 @@ class Jobs:
             )
         else:
             running.job = submitting.result()
+            logger.debug(job_event("job in the engine", running, engine_job=running.job.id))
             self._in_engine.add(running)
             self._usage.started(running.reply.client)
             self._spawn_for(running, partial(self._follow, running, running.job))
@@ -302,6 +312,7 @@ class Jobs:
                 self._answers.chunk(running, chunk)
             result = await job.result()
             if self._stays(running, result):
+                logger.info(job_event("job kept", running, tokens=running.generated))
                 self.save()
             else:
                 await self._end(running, result_message(running.reply.job_id, result))
@@ -337,6 +348,7 @@ class Jobs:
         number = cast(int, running.number)
         terminal = await self._written(running, number, Terminal(outcome.encode(), status, outcome.properties, tokens))
         if terminal is not None:
+            logger.info(job_ended(running, outcome, self._show_text))
             self._answers.state(running.reply, "done", None, terminal.generated_tokens, qos=0)
             self._publish(running.reply, number, terminal)
         prompt = 0 if outcome.usage is None else outcome.usage.prompt_tokens
@@ -358,7 +370,7 @@ class Jobs:
             except JournalFull as error:
                 if self._leaving:
                     return None
-                logger.error("an outcome cannot be written, it waits: %s", error)
+                logger.error(job_event("outcome waits", running, error=error))
                 await self._clocks.sleep(RETRY_S)
             else:
                 return terminal

@@ -25,7 +25,8 @@ class GatewayOptions:
 
     `reply_prefixes` are allowed for response topics beside the client's own subtree; `session_expiry_s` is how long the
     broker keeps jobs for us while we are away, and `retire` says that at the end it need not; every `progress_s` the
-    journal is told how far the jobs have come. `home_assistant` is the discovery prefix to announce the worker under.
+    journal is told how far the jobs have come. `home_assistant` is the discovery prefix to announce the worker under;
+    `show_text` lets prompts and answers into the log.
     """
 
     protocol: ProtocolLevel = 5
@@ -42,3 +43,4 @@ class GatewayOptions:
     on_change: OnChange = "restart"
     retire: bool = False
     home_assistant: str | None = None
+    show_text: bool = False

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from drumline.metrics.definitions import Direction, MessageKind, RejectReason
 from drumline.model.errors import DrumlineError, InvalidRequest
+from drumline.scheduler.log import Event
 from drumline.scheduler.mqtt.codec import DeadMessage, shortened
 from drumline.scheduler.mqtt.connection import MAX_UNCONFIRMED, Connection, Message, PublishRefused
 from drumline.scheduler.mqtt.entries import Addressed, Entry, Growing, Ready, Smaller
@@ -184,7 +185,7 @@ class Outbox:
 
     def _give_up(self, entry: Entry, message: Message, error: DrumlineError) -> None:
         """Log what will never be delivered, and put it on record where somebody waits for it."""
-        logger.error("a %s message to %s cannot be sent: %s", entry.kind, shortened(message.topic), error)
+        logger.error(Event("message not sent", kind=entry.kind, topic=shortened(message.topic), error=error))
         if entry.lasting and entry.kind not in ("dead", "status"):
             parsed = self._topics.parse(message.topic)
             job_id = parsed.job_id if parsed else dict(message.user_properties).get("job_id")
@@ -245,13 +246,8 @@ class Outbox:
             self._append(piece)
             self._waiting.move_to_end(piece.number, last=False)
         if pieces:
-            logger.warning(
-                "a %s message to %s: %s, it goes in %d parts",
-                entry.kind,
-                shortened(message.topic),
-                error.limit,
-                len(pieces),
-            )
+            topic = shortened(message.topic)
+            logger.warning(Event("message split", kind=entry.kind, topic=topic, parts=len(pieces), reason=error.limit))
         else:
             self._give_up(entry, message, error)
 

@@ -5,6 +5,7 @@ host that only catches our errors need not wait for torch. Import drumline befor
 pool with our kernels (`model/openmp.py`).
 """
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from drumline.scheduler.config import VERSION as __version__  # noqa: N811
     from drumline.scheduler.request import Choice, Chunk, Message, Request, Result
     from drumline.scheduler.scheduler import Scheduler
+
+logging.getLogger("drumline").addHandler(logging.NullHandler())  # whoever wants to read us says where
 
 _HOMES = {
     "drumline.model.errors": (
