@@ -18,6 +18,10 @@ DRAFT_TOKENS = TILE_TOKENS - 1
 """The most drafts of a row, and the default."""
 
 
+STALL_S = 30.0
+"""Steps of small models take up to a second, one of 8,192 tokens ten or twenty."""
+
+
 @dataclass(frozen=True)
 class EngineSettings:
     """How a scheduler steps, as the commands and benchmarks choose it: arguments of `Scheduler`."""
@@ -27,6 +31,7 @@ class EngineSettings:
     backend: str | None = None
     draft_tokens: int = DRAFT_TOKENS
     reuse: bool = True
+    stall_s: float = STALL_S
 
 
 MOST_STEP_TOKENS = 8_192
@@ -52,4 +57,6 @@ class SchedulerConfig(Validated):
     """Whether a request is refused that cannot be expected to end before its deadline."""
     restarts: int = Field(ge=0)
     """How often a failed step may be answered by a new pool, in which all that ran goes on."""
+    stall_s: float = Field(gt=0, allow_inf_nan=False)
+    """A step, or a silence of the event loop, that takes longer counts as hanging."""
     name: str = Field(min_length=1, max_length=64)

@@ -3,16 +3,15 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-STALL_S = 30.0
-"""A step, or a gap between two beats of the event loop, that takes longer than this counts as hanging. Steps of small
-models take up to a second."""
-
 
 class Pulse:
-    """When the loop beat last, and since when a step runs. Its parts are single values: reading them needs no lock."""
+    """When the loop beat last, and since when a step runs. Its parts are single values: reading them needs no lock.
 
-    def __init__(self, clock: Callable[[], float], stall_s: float = STALL_S) -> None:
-        self._clock, self.stall_s = clock, stall_s
+    A step, or a gap between two beats of the event loop, that takes longer than `stall_s` counts as hanging.
+    """
+
+    def __init__(self, clock: Callable[[], float], stall_s: float) -> None:
+        self._clock, self._stall_s = clock, stall_s
         self._beat_at: float | None = None
         self._step_since: float | None = None
 
@@ -37,8 +36,8 @@ class Pulse:
         """What hangs, in words; empty where nothing does."""
         now, beat_at, step_since = self._clock(), self._beat_at, self._step_since
         troubles = []
-        if beat_at is not None and now - beat_at > self.stall_s:
+        if beat_at is not None and now - beat_at > self._stall_s:
             troubles.append(f"the event loop has not moved for {now - beat_at:.0f} s")
-        if step_since is not None and now - step_since > self.stall_s:
+        if step_since is not None and now - step_since > self._stall_s:
             troubles.append(f"a step has been running for {now - step_since:.0f} s")
         return troubles

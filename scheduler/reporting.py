@@ -28,7 +28,7 @@ _jobs_log = logging.getLogger("drumline.jobs")
 class Reporting:
     """One verb an event, called on the event loop. Raises `InvalidRequest` for a name that the registry knows."""
 
-    def __init__(self, registry: CollectorRegistry, name: str, clock: Callable[[], float]) -> None:
+    def __init__(self, registry: CollectorRegistry, name: str, clock: Callable[[], float], stall_s: float) -> None:
         try:
             self.instruments = Instruments(registry, name)
         except ValueError as error:
@@ -37,7 +37,7 @@ class Reporting:
         self.estimate = Estimate()
         self.recent = Recent(clock)
         self.trace = Trace(name)
-        self.pulse = Pulse(clock)
+        self.pulse = Pulse(clock, stall_s)
         self._clock = clock
 
     def seated(self, row: int, sequence: Sequence, now: float) -> None:

@@ -21,7 +21,7 @@ from drumline.model.backends.fingerprint import fingerprint
 from drumline.model.errors import EngineFailed, InvalidRequest, SchedulerClosed
 from drumline.model.language_model import LanguageModel
 from drumline.model.stop_reason import StopReason
-from drumline.scheduler.config import DRAFT_TOKENS, VERSION, SchedulerConfig
+from drumline.scheduler.config import DRAFT_TOKENS, STALL_S, VERSION, SchedulerConfig
 from drumline.scheduler.engine import Statistics
 from drumline.scheduler.intake import Intake
 from drumline.scheduler.job import GenerationJob
@@ -61,7 +61,8 @@ class Scheduler:
     keeps its pool and its name until `close`.
 
     `policy` decides who is next (`policy.py`; default: priority, then fair share between tenants, then arrival).
-    `draft_tokens` is how many tokens an exact backend drafts ahead for a row that runs nearly alone; 0: none.
+    `draft_tokens` is how many tokens an exact backend drafts ahead for a row that runs nearly alone; 0: none. A step
+    that runs for more than `stall_s` seconds counts as hanging (`health`).
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Scheduler:
         reuse: bool = True,
         refuse_late: bool = False,
         restarts: int = 0,
+        stall_s: float = STALL_S,
         registry: CollectorRegistry | None = None,
         name: str = "main",
         policy: Policy | None = None,
@@ -94,6 +96,7 @@ class Scheduler:
             reuse=reuse,
             refuse_late=refuse_late,
             restarts=restarts,
+            stall_s=stall_s,
             name=name,
         )
         self.model = model
@@ -108,7 +111,7 @@ class Scheduler:
         self._pool = CachePool(model, rows, make_kv(self.backend.name, model, rows), reuse)
         self._queue: RequestQueue[Sequence] = RequestQueue(queue_requests, queue_tokens, checked_policy(policy))
         self._runner = StepRunner(self.backend, self._pool)
-        self._reporting = Reporting(self.registry, name, clock)
+        self._reporting = Reporting(self.registry, name, clock, stall_s)
         self.instruments = self._reporting.instruments
         self.trace: Trace = self._reporting.trace
         self.instruments.identify(

@@ -182,6 +182,7 @@ def test_scheduler_signature_and_verbs():
         "reuse": True,
         "refuse_late": False,
         "restarts": 0,
+        "stall_s": 30.0,
         "registry": None,
         "name": "main",
         "policy": None,

@@ -4,6 +4,7 @@ import asyncio
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -66,16 +67,16 @@ def demo(
 ) -> None:
     """Serve a model on an embedded broker and send it a dozen chat prompts over MQTT, all at once."""
     options.use_threads(threads)
-    run_loop(_demo(options.open_model(model, precision), rows, options.chosen_backend(backend)))
+    run_loop(_demo(lambda: options.open_model(model, precision), rows, options.chosen_backend(backend)))
 
 
-async def _demo(model: LanguageModel, rows: int, backend: str | None) -> None:
+async def _demo(load: Callable[[], LanguageModel], rows: int, backend: str | None) -> None:
     console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
     settings = WorkerSettings(broker=None, metrics=("127.0.0.1", 0), engine=EngineSettings(rows=rows, backend=backend))
-    async with run_worker(model, settings) as worker:
+    async with run_worker(load, settings) as worker:
         kind = worker.embedded.kind if worker.embedded is not None else "a broker"
         console.print(
-            f"{model.name} in {model.precision} on {rows} rows; {kind} on port {worker.broker.port}; "
+            f"{worker.model.name} in {worker.model.precision} on {rows} rows; {kind} on port {worker.broker.port}; "
             f"{len(PROMPTS)} prompts over MQTT at once"
         )
         started = time.perf_counter()

@@ -57,13 +57,18 @@ class JsonFormatter(logging.Formatter):
 
 
 class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]  # generic only for type checkers
-    """The one handler of a command."""
+    """The one handler of a command: stderr as it is at that moment, which a spinner may have taken over."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one line."""
+        self.setStream(sys.stderr)
+        super().emit(record)
 
 
 @contextmanager
 def on_stderr() -> Iterator[None]:
     """Warnings and errors go to stderr as they are while the block runs; `configure` says otherwise."""
-    handler = _Stderr(sys.stderr)
+    handler = _Stderr()
     logging.getLogger().addHandler(handler)
     # What it warns of reaches us as an exception, too, and that is told.
     AIOMQTT.setLevel(logging.ERROR)

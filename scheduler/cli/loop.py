@@ -4,6 +4,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -22,6 +23,15 @@ def on_signals(action: Callable[[], object]) -> None:
     """What SIGTERM and Ctrl-C do from now on."""
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, action)
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """What `work` returns, or raises. Unlike `asyncio.to_thread`, no loop waits for it that is ended meanwhile."""
+    executor = ThreadPoolExecutor(1, thread_name_prefix="drumline-start")
+    try:
+        return await asyncio.get_running_loop().run_in_executor(executor, work)
+    finally:
+        executor.shutdown(wait=False)
 
 
 async def _cancelled_by_signals(main: Coroutine[Any, Any, T]) -> T:

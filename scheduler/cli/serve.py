@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,10 +11,13 @@ import typer
 from drumline.metrics.exporter import parse_address
 from drumline.model.errors import EngineFailed, InvalidRequest
 from drumline.model.language_model import LanguageModel
-from drumline.scheduler.cli import options
+from drumline.scheduler.cli import logs, options
+from drumline.scheduler.cli.health import Health
 from drumline.scheduler.cli.loop import on_signals, run_loop
+from drumline.scheduler.cli.systemd import telling_systemd
 from drumline.scheduler.cli.worker import JournalSettings, Worker, WorkerSettings, run_worker
-from drumline.scheduler.config import DRAFT_TOKENS, EngineSettings
+from drumline.scheduler.config import DRAFT_TOKENS, STALL_S, EngineSettings
+from drumline.scheduler.log import Event
 from drumline.scheduler.mqtt.home_assistant import DEFAULT_DISCOVERY_PREFIX
 from drumline.scheduler.mqtt.jobs import OnChange
 from drumline.scheduler.mqtt.quotas import Quotas, read_quotas
@@ -23,6 +26,8 @@ from drumline.scheduler.mqtt.topics import Topics
 Metrics = Annotated[str, typer.Option("--metrics", help="HOST:PORT of /metrics, /healthz and /readyz.")]
 DEFAULT_METRICS = "127.0.0.1:9464"
 DAY_S = 86_400.0
+
+_log = logging.getLogger("drumline")
 
 
 def serve(
@@ -74,7 +79,15 @@ def serve(
     home_assistant_prefix: Annotated[
         str, typer.Option(help="Home Assistant's discovery prefix.")
     ] = DEFAULT_DISCOVERY_PREFIX,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Log every refusal and reconnection.")] = False,
+    stall: Annotated[
+        float,
+        typer.Option(help="Seconds after which a step counts as hanging, and /healthz says so. Longer than any takes."),
+    ] = STALL_S,
+    log_level: Annotated[logs.Level, typer.Option(help="info: the worker, its connections, each job's end.")] = "info",
+    log_format: Annotated[logs.Format, typer.Option(help="What stderr is: one line an event.")] = "text",
+    show_text: Annotated[
+        bool, typer.Option("--show-text", help="Let prompts and answers be seen: in the log.")
+    ] = False,
 ) -> None:
     """Serve a model over MQTT until SIGTERM or Ctrl-C, which finish what runs first; a second one stops at once.
 
@@ -89,7 +102,7 @@ def serve(
     settings = WorkerSettings(
         broker=None if broker is None else options.broker_address(broker, tls_ca, tls_cert, tls_key, password_file),
         metrics=metrics_address(metrics),
-        engine=EngineSettings(rows, step_tokens, options.chosen_backend(backend), draft_tokens, reuse == "on"),
+        engine=EngineSettings(rows, step_tokens, options.chosen_backend(backend), draft_tokens, reuse == "on", stall),
         name=name,
         prefix=prefix,
         protocol=options.mqtt_protocol(mqtt),
@@ -100,12 +113,11 @@ def serve(
         quotas=Quotas() if quotas is None else read_quotas(quotas),
         retire=retire,
         home_assistant=discovery_prefix(home_assistant_prefix) if home_assistant else None,
-    )
-    logging.basicConfig(
-        level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        show_text=show_text,
     )
     options.use_threads(threads)
-    run_loop(_serve(options.open_model(model, precision, window), settings))
+    logs.configure(log_level, log_format)
+    run_loop(_serve(lambda: options.open_model(model, precision, window), settings))
 
 
 def discovery_prefix(text: str) -> str:
@@ -124,19 +136,20 @@ def metrics_address(text: str) -> tuple[str, int]:
         raise InvalidRequest("--metrics", str(error)) from None
 
 
-async def _serve(model: LanguageModel, settings: WorkerSettings) -> None:
+async def _serve(load: Callable[[], LanguageModel], settings: WorkerSettings) -> None:
     stop, task = asyncio.Event(), asyncio.current_task()
     end_at_once = stop.set if task is None else task.cancel
     on_signals(end_at_once)  # nothing runs yet that could be finished
-    async with run_worker(model, settings) as worker:
+    health = Health()
+    async with telling_systemd(health), run_worker(load, settings, health) as worker:
         on_signals(stop.set)
-        _announce(model, worker, settings)
-        await _until(stop, worker)
+        _announce(worker, settings)
+        await _until(stop, worker, health)
         on_signals(end_at_once)
-        print("draining: running jobs finish, no new ones are taken", file=sys.stderr, flush=True)
+    _log.info(Event("stopped"))
 
 
-async def _until(stop: asyncio.Event, worker: Worker) -> None:
+async def _until(stop: asyncio.Event, worker: Worker, health: Health) -> None:
     """Wait for a signal; raises `EngineFailed` if a part breaks before: a worker nobody can reach must not stay."""
     parts = {"the MQTT edge": asyncio.create_task(worker.gateway.wait_ended())}
     if worker.embedded is not None:
@@ -147,7 +160,9 @@ async def _until(stop: asyncio.Event, worker: Worker) -> None:
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         for name, part in parts.items():
             if part.done():
-                raise EngineFailed(f"{name} ended: {_first(part.exception()) or 'it gave no reason'}")
+                reason = f"{name} ended: {_first(part.exception()) or 'it gave no reason'}"
+                health.ended(reason)
+                raise EngineFailed(reason)
     finally:
         for task in waiting:
             task.cancel()
@@ -160,15 +175,21 @@ def _first(error: BaseException | None) -> BaseException | None:
     return error
 
 
-def _announce(model: LanguageModel, worker: Worker, settings: WorkerSettings) -> None:
+def _announce(worker: Worker, settings: WorkerSettings) -> None:
+    """Say where everything is: to whoever started us in a terminal, and to the log."""
+    model, rows = worker.model, settings.engine.rows
     journal = settings.journal.path if settings.journal else "none: a worker that is killed forgets its jobs"
     broker = worker.broker.url
     if (embedded := worker.embedded) is not None:
         broker += f" ({embedded.kind}, embedded)"
         if embedded.port != embedded.port_v311:
             broker += f", MQTT 5 on port {embedded.port}, 3.1.1 on {embedded.port_v311}"
+    told = {"broker": worker.broker.url, "metrics": f"{worker.exporter.url}/metrics"}
+    _log.info(Event("ready", worker=settings.name, model=model.name, precision=model.precision, rows=rows, **told))
+    if logs.writes_json():  # a log of JSON lines often is made of both streams
+        return
     print(
-        f"drumline serves {model.name} ({model.precision}, {settings.engine.rows} rows of {model.window} tokens)\n"
+        f"drumline serves {model.name} ({model.precision}, {rows} rows of {model.window} tokens)\n"
         f"  broker   {broker}\n"
         f"  jobs     {settings.prefix}/clients/<client>/submit\n"
         f"  journal  {journal}\n"

@@ -1,18 +1,24 @@
 """A whole worker in one place: embedded broker, scheduler, metrics page, MQTT edge. `serve` and `demo` run it."""
 
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+from prometheus_client import CollectorRegistry
 
 from drumline.metrics.exporter import Exporter
 from drumline.metrics.pages import Pages
 from drumline.metrics.process import register_process
 from drumline.model.errors import InvalidRequest
 from drumline.model.language_model import LanguageModel
+from drumline.scheduler.cli.health import Health
+from drumline.scheduler.cli.loop import in_thread
 from drumline.scheduler.cli.options import progress_console
 from drumline.scheduler.config import VERSION, EngineSettings
 from drumline.scheduler.journal.journal import Journal
+from drumline.scheduler.log import Event
 from drumline.scheduler.mqtt.address import BrokerAddress
 from drumline.scheduler.mqtt.broker import EmbeddedBroker
 from drumline.scheduler.mqtt.connection import ProtocolLevel
@@ -22,6 +28,8 @@ from drumline.scheduler.mqtt.options import GatewayOptions
 from drumline.scheduler.mqtt.quotas import Quotas
 from drumline.scheduler.mqtt.topics import Topics
 from drumline.scheduler.scheduler import Scheduler
+
+_log = logging.getLogger("drumline")
 
 
 @dataclass(frozen=True)
@@ -50,12 +58,14 @@ class WorkerSettings:
     quotas: Quotas = field(default_factory=Quotas)
     retire: bool = False
     home_assistant: str | None = None
+    show_text: bool = False
 
 
 @dataclass(frozen=True)
 class Worker:
     """The running parts."""
 
+    model: LanguageModel
     scheduler: Scheduler
     gateway: Gateway
     exporter: Exporter
@@ -70,59 +80,84 @@ def _address(embedded: EmbeddedBroker | None, protocol: ProtocolLevel) -> Broker
 
 
 @asynccontextmanager
-async def run_worker(model: LanguageModel, settings: WorkerSettings) -> AsyncIterator[Worker]:
+async def run_worker(
+    load: Callable[[], LanguageModel], settings: WorkerSettings, health: Health | None = None
+) -> AsyncIterator[Worker]:
     """Start the parts in the order in which they need one another, and stop them in reverse.
 
-    Leaving the block drains the jobs, publishes their results and says `offline`; leaving it by an exception does not
-    wait for the jobs. Raises `InvalidRequest`, `BrokerError`, `OSError` (the metrics port).
+    The probes answer first, then `load` loads the model, in a thread: meanwhile the event loop runs, and a cancellation
+    ends the start at once. Leaving the block drains the jobs, publishes their results and says `offline`; leaving it by
+    an exception does not wait for the jobs. Raises `InvalidRequest`, `BrokerError`, `OSError` (the metrics port), and
+    what `load` raises.
     """
+    health = health or Health()
+    registry = CollectorRegistry()
+    register_process(registry)
     async with AsyncExitStack() as stack:
-        embedded = None
-        if settings.broker is None:
-            embedded = await stack.enter_async_context(EmbeddedBroker())
-        address = settings.broker or _address(embedded, settings.protocol)
-        scheduler = Scheduler(model, name=settings.name, **asdict(settings.engine))
-        with progress_console.status("starting (the first time, kernels are compiled for this CPU)"):
-            await stack.enter_async_context(scheduler)
-        journal = None
-        if settings.journal is not None:
-            told = scheduler.instruments
-            journal = await stack.enter_async_context(
-                Journal(**vars(settings.journal), on_commit=told.journal_commit, on_up=told.journal_up)
-            )
-        gateway = Gateway(
-            scheduler,
-            address,
-            journal=journal,
-            worker=settings.name,
-            version=VERSION,
-            topics=Topics(settings.prefix),
-            options=GatewayOptions(
-                protocol=settings.protocol,
-                drain_s=settings.drain_s,
-                reply_prefixes=settings.reply_prefixes,
-                on_change=settings.on_change,
-                quotas=settings.quotas,
-                retire=settings.retire,
-                home_assistant=settings.home_assistant,
-            ),
-            observer=scheduler.instruments,
-        )
-
-        def health() -> list[str]:
-            return [] if scheduler.healthy else ["engine"]
-
-        def ready() -> list[str]:
-            parts = {
-                "engine": scheduler.ready,
-                "broker": gateway.connected,
-                "journal": journal is None or journal.failure is None,
-            }
-            return [name for name, is_ready in parts.items() if not is_ready]
-
-        scheduler.instruments.watch(ready=lambda: not ready(), healthy=lambda: not health())
-        register_process(scheduler.registry)
-        pages = Pages(scheduler.registry, health=health, ready=ready)
+        pages = Pages(registry, health=health.health, ready=health.ready)
         exporter = stack.enter_context(Exporter(pages, *settings.metrics))
+        own_broker = EmbeddedBroker() if settings.broker is None else None
+        _log.info(Event("starting", worker=settings.name, version=VERSION, metrics=f"{exporter.url}/metrics"))
+        scheduler = await _start_engine(load, settings, registry, health, stack)
+        embedded = None if own_broker is None else await stack.enter_async_context(own_broker)
+        address = settings.broker or _address(embedded, settings.protocol)
+        health.starting = "the journal is being opened"
+        journal = await _open_journal(settings, scheduler, stack)
+        gateway = _gateway(settings, scheduler, journal, address)
+        health.gateway, health.journal = gateway, journal
+        health.starting = None
         await stack.enter_async_context(gateway)
-        yield Worker(scheduler, gateway, exporter, address, embedded)
+        try:
+            yield Worker(scheduler.model, scheduler, gateway, exporter, address, embedded)
+        finally:
+            health.draining = True
+
+
+async def _start_engine(
+    load: Callable[[], LanguageModel],
+    settings: WorkerSettings,
+    registry: CollectorRegistry,
+    health: Health,
+    stack: AsyncExitStack,
+) -> Scheduler:
+    model = await in_thread(load)
+    _log.info(Event("model loaded", model=model.name, precision=model.precision, window=model.window))
+    scheduler = Scheduler(model, name=settings.name, registry=registry, **asdict(settings.engine))
+    scheduler.instruments.watch(ready=lambda: not health.ready(), healthy=lambda: not health.health())
+    health.starting = "kernels are being loaded, or compiled for this CPU"
+    with progress_console.status("starting (the first time, kernels are compiled for this CPU)"):
+        await stack.enter_async_context(scheduler)
+    health.scheduler = scheduler
+    return scheduler
+
+
+async def _open_journal(settings: WorkerSettings, scheduler: Scheduler, stack: AsyncExitStack) -> Journal | None:
+    if settings.journal is None:
+        return None
+    told = scheduler.instruments
+    journal = Journal(**vars(settings.journal), on_commit=told.journal_commit, on_up=told.journal_up)
+    return await stack.enter_async_context(journal)
+
+
+def _gateway(
+    settings: WorkerSettings, scheduler: Scheduler, journal: Journal | None, address: BrokerAddress
+) -> Gateway:
+    return Gateway(
+        scheduler,
+        address,
+        journal=journal,
+        worker=settings.name,
+        version=VERSION,
+        topics=Topics(settings.prefix),
+        options=GatewayOptions(
+            protocol=settings.protocol,
+            drain_s=settings.drain_s,
+            reply_prefixes=settings.reply_prefixes,
+            on_change=settings.on_change,
+            quotas=settings.quotas,
+            retire=settings.retire,
+            home_assistant=settings.home_assistant,
+            show_text=settings.show_text,
+        ),
+        observer=scheduler.instruments,
+    )
