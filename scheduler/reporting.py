@@ -51,7 +51,7 @@ class Reporting:
     def preempted(self, row: int, sequence: Sequence) -> None:
         """A sequence had to give its row to another."""
         self.instruments.preempted()
-        _jobs_log.debug(Event("job preempted", job=sequence.job.id, tenant=sequence.tenant, row=row))
+        _jobs_log.debug(Event("job preempted", job=sequence.job.label, tenant=sequence.tenant, row=row))
         self.left(row, sequence, "preempted")
 
     def computed(self, report: StepReport, sequences: Mapping[int, Sequence], began: float, ended: float) -> None:
@@ -120,7 +120,7 @@ class Reporting:
 
     def accepted(self, job: GenerationJob) -> None:
         """A request is a job now."""
-        _jobs_log.debug(Event("job accepted", job=job.id, tenant=job.request.tenant, priority=job.request.priority))
+        _jobs_log.debug(Event("job accepted", job=job.label, tenant=job.request.tenant, priority=job.request.priority))
 
     def rejected(self, reason: RejectReason, job_id: str | None = None, error: DrumlineError | None = None) -> None:
         """A request was refused."""
@@ -143,7 +143,7 @@ class Reporting:
         _jobs_log.info(
             Event(
                 "job ended",
-                job=job.id,
+                job=job.label,
                 tenant=job.request.tenant,
                 outcome=result.status,
                 stop_reason=result.stop_reason,
