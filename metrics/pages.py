@@ -86,10 +86,15 @@ class Pages:
             "/healthz": Page(lambda asked: _probed("/healthz", health)),
             "/readyz": Page(lambda asked: _probed("/readyz", ready)),
         }
-        further = dict(pages or {})
-        if taken := sorted(own.keys() & further.keys()):
-            raise ValueError(f"pages: {', '.join(taken)} cannot be replaced")
-        self._pages = own | further
+        self._pages: dict[str, Page] = own
+        for path, page in (pages or {}).items():
+            self.add(path, page)
+
+    def add(self, path: str, page: Page) -> None:
+        """Answer on one more path from now on. Raises `ValueError` for one that is taken."""
+        if path in self._pages:
+            raise ValueError(f"pages: {path} is taken")
+        self._pages[path] = page
 
     def respond(self, method: str, path: str, query: str = "", accept: str = "", accept_encoding: str = "") -> Response:
         """The answer to a request, with a body for HEAD, too; 404, 405 and, where a page raises, 500.

@@ -252,7 +252,9 @@ def _accept(sequence: Sequence, outcome: RowOutcome) -> tuple[int, StopReason | 
             return taken, "error", str(error)
         except Exception as error:  # a tokenizer that fails on an id fails for this row alone
             _log.exception(
-                Event("row failed", job=sequence.job.label, error=f"token {choice.token_id} could not be turned into text")
+                Event(
+                    "row failed", job=sequence.job.label, error=f"token {choice.token_id} could not be turned into text"
+                )
             )
             return taken, "error", f"token {choice.token_id} could not be turned into text: {type(error).__name__}"
         if reason is not None:

@@ -3,8 +3,9 @@
 import asyncio
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -23,6 +24,19 @@ def on_signals(action: Callable[[], object]) -> None:
     """What SIGTERM and Ctrl-C do from now on."""
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, action)
+
+
+@contextmanager
+def on_switch(action: Callable[[], object]) -> Iterator[None]:
+    """What SIGUSR2 does while the block runs; nothing where the platform has no such signal."""
+    loop = asyncio.get_running_loop()
+    if sys.platform != "win32":
+        loop.add_signal_handler(signal.SIGUSR2, action)
+    try:
+        yield
+    finally:
+        if sys.platform != "win32":
+            loop.remove_signal_handler(signal.SIGUSR2)
 
 
 async def in_thread(work: Callable[[], T]) -> T:

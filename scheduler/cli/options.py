@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 import torch
 import typer
@@ -51,6 +52,8 @@ PasswordFile = Annotated[
         help="Its first line is the broker's password. Else DRUMLINE_MQTT_PASSWORD or DRUMLINE_MQTT_PASSWORD_FILE.",
     ),
 ]
+WorkerUrl = Annotated[str, typer.Argument(metavar="URL", help="Where a worker's --metrics or --http page stands.")]
+DEFAULT_URL = "http://127.0.0.1:9464"
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 progress_console = Console(stderr=True)
@@ -99,6 +102,18 @@ def broker_address(
             raise InvalidRequest(f"--{error.field.replace('_', '-')}", error.limit) from None
         raise
     return address
+
+
+def worker_url(text: str) -> str:
+    """The URL without a slash at its end; raises `InvalidRequest` for what is none."""
+    try:
+        parts = urlsplit(text)
+        named = parts.hostname is not None and parts.port != 0
+    except ValueError:  # the port
+        named = False
+    if not named or parts.scheme not in ("http", "https") or parts.query or parts.fragment or not text.isprintable():
+        raise InvalidRequest("URL", f"must be like {DEFAULT_URL}, not {text!r}")
+    return text.rstrip("/")
 
 
 def use_threads(threads: int | None) -> None:

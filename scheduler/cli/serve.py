@@ -15,6 +15,7 @@ from drumline.scheduler.cli import logs, options
 from drumline.scheduler.cli.health import Health
 from drumline.scheduler.cli.loop import on_signals, run_loop
 from drumline.scheduler.cli.systemd import telling_systemd
+from drumline.scheduler.cli.tracing import DEFAULT_FOLDER, TraceSettings
 from drumline.scheduler.cli.worker import JournalSettings, Worker, WorkerSettings, run_worker
 from drumline.scheduler.config import DRAFT_TOKENS, STALL_S, EngineSettings
 from drumline.scheduler.log import Event
@@ -79,6 +80,14 @@ def serve(
     home_assistant_prefix: Annotated[
         str, typer.Option(help="Home Assistant's discovery prefix.")
     ] = DEFAULT_DISCOVERY_PREFIX,
+    trace: Annotated[
+        bool,
+        typer.Option("--trace", help="Record a timeline from the start. Else SIGUSR2 or drumline trace begin one."),
+    ] = False,
+    trace_folder: Annotated[
+        Path, typer.Option(help="Where recordings go; `drumline trace` writes to where it is called.")
+    ] = DEFAULT_FOLDER,
+    trace_mib: Annotated[float, typer.Option(min=0.1, max=1024, help="A recording ends when it is so large.")] = 64.0,
     stall: Annotated[
         float,
         typer.Option(help="Seconds after which a step counts as hanging, and /healthz says so. Longer than any takes."),
@@ -114,6 +123,7 @@ def serve(
         retire=retire,
         home_assistant=discovery_prefix(home_assistant_prefix) if home_assistant else None,
         show_text=show_text,
+        trace=TraceSettings(existing_folder(trace_folder), int(trace_mib * 2**20), trace),
     )
     options.use_threads(threads)
     logs.configure(log_level, log_format)
@@ -126,6 +136,13 @@ def discovery_prefix(text: str) -> str:
         return Topics(text).prefix
     except InvalidRequest as error:
         raise InvalidRequest("--home-assistant-prefix", error.limit) from None
+
+
+def existing_folder(path: Path) -> Path:
+    """Raises `InvalidRequest` for what is no folder."""
+    if not path.is_dir():
+        raise InvalidRequest("--trace-folder", f"must be a folder that exists, not {path}")
+    return path
 
 
 def metrics_address(text: str) -> tuple[str, int]:

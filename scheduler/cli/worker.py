@@ -16,6 +16,7 @@ from drumline.model.language_model import LanguageModel
 from drumline.scheduler.cli.health import Health
 from drumline.scheduler.cli.loop import in_thread
 from drumline.scheduler.cli.options import progress_console
+from drumline.scheduler.cli.tracing import TraceSettings, Tracing
 from drumline.scheduler.config import VERSION, EngineSettings
 from drumline.scheduler.journal.journal import Journal
 from drumline.scheduler.log import Event
@@ -59,6 +60,7 @@ class WorkerSettings:
     retire: bool = False
     home_assistant: str | None = None
     show_text: bool = False
+    trace: TraceSettings = field(default_factory=TraceSettings)
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,9 @@ async def run_worker(
         own_broker = EmbeddedBroker() if settings.broker is None else None
         _log.info(Event("starting", worker=settings.name, version=VERSION, metrics=f"{exporter.url}/metrics"))
         scheduler = await _start_engine(load, settings, registry, health, stack)
+        tracing = Tracing(scheduler.trace, settings.name, settings.trace)
+        stack.enter_context(tracing.switched_by_signal())
+        pages.add("/trace", tracing.page())
         embedded = None if own_broker is None else await stack.enter_async_context(own_broker)
         address = settings.broker or _address(embedded, settings.protocol)
         health.starting = "the journal is being opened"

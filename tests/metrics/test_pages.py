@@ -58,7 +58,7 @@ def test_a_page_that_raises_is_a_500(registry: CollectorRegistry, caplog: pytest
 
 @pytest.mark.parametrize("name", ["metrics", "healthz", "readyz"])
 def test_no_page_stands_in_for_one_of_ours(registry: CollectorRegistry, name: str) -> None:
-    with pytest.raises(ValueError, match=f"pages: /{name} cannot be replaced"):
+    with pytest.raises(ValueError, match=f"pages: /{name} is taken"):
         pages(registry, **{name: Page(lambda asked: as_json({}))})
 
 

@@ -1,0 +1,109 @@
+"""Traces of a running worker: from its start, switched by a signal, or taken over HTTP for so many seconds."""
+
+import asyncio
+import logging
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from http import HTTPStatus
+from pathlib import Path
+
+from drumline.metrics.pages import Asked, Page, Response, as_json
+from drumline.model.errors import InvalidRequest
+from drumline.scheduler.cli.loop import on_switch
+from drumline.scheduler.log import Event
+from drumline.scheduler.trace import Trace
+from drumline.scheduler.trace_file import MAX_BYTES
+
+_log = logging.getLogger("drumline")
+
+DEFAULT_FOLDER = Path(tempfile.gettempdir())
+LONGEST_S = 60.0
+ANSWER_S = 10.0
+"""What an event loop that is busy has, beyond the seconds of a recording."""
+
+
+@dataclass(frozen=True)
+class TraceSettings:
+    """Where recordings go, how large one may become, and whether there is one from the start."""
+
+    folder: Path = DEFAULT_FOLDER
+    max_bytes: int = MAX_BYTES
+    from_start: bool = False
+
+
+class Tracing:
+    """Switches the trace of one worker. Its methods are called on the event loop, but for `page`'s answers."""
+
+    def __init__(self, trace: Trace, worker: str, settings: TraceSettings) -> None:
+        self._trace, self._worker, self._settings = trace, worker, settings
+        self._loop = asyncio.get_running_loop()
+
+    @contextmanager
+    def switched_by_signal(self) -> Iterator[None]:
+        """SIGUSR2 begins and ends a recording while the block runs, and there may be one from its start.
+
+        Raises `OSError` where that cannot be written: who asked for it is still looking.
+        """
+        if self._settings.from_start:
+            self._trace.start(self._new_path(), self._settings.max_bytes)
+        with on_switch(self.switch):
+            try:
+                yield
+            finally:
+                self._trace.stop()
+
+    def switch(self) -> None:
+        """Begin a recording, or end the one that runs; what fails is logged, as nobody waits for it."""
+        if self._trace.stop() is not None:
+            return
+        try:
+            self._trace.start(self._new_path(), self._settings.max_bytes)
+        except OSError as error:
+            _log.error(Event("trace failed", path=error.filename, error=error.strerror))
+
+    async def record(self, seconds: float) -> bytes:
+        """The trace of the next seconds. Raises `InvalidRequest` while another recording runs, and `OSError`."""
+        with tempfile.TemporaryDirectory(prefix="drumline-trace-", dir=self._settings.folder) as folder:
+            path = Path(folder) / "trace.json"
+            self._trace.start(path, self._settings.max_bytes)
+            try:
+                await asyncio.sleep(seconds)
+            finally:
+                self._trace.stop()
+            return path.read_bytes()
+
+    def page(self) -> Page:
+        """`POST /trace?seconds=5` answers with the trace of these seconds."""
+        return Page(self._answer, methods=("POST",))
+
+    def _answer(self, asked: Asked) -> Response:
+        try:
+            seconds = _seconds(asked)
+            recording = asyncio.run_coroutine_threadsafe(self.record(seconds), self._loop)
+            return Response(recording.result(seconds + ANSWER_S), "application/json")
+        except InvalidRequest as error:
+            busy = error.field == "trace"
+            return as_json({"error": str(error)}, HTTPStatus.CONFLICT if busy else HTTPStatus.BAD_REQUEST)
+        except TimeoutError:
+            recording.cancel()
+            return as_json({"error": "the event loop does not answer"}, HTTPStatus.SERVICE_UNAVAILABLE)
+        except OSError as error:
+            return as_json({"error": f"the trace cannot be written: {error.strerror}"}, HTTPStatus.INSUFFICIENT_STORAGE)
+
+    def _new_path(self) -> Path:
+        moment = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")
+        return self._settings.folder / f"drumline-{self._worker}-{moment}.trace.json"
+
+
+def _seconds(asked: Asked) -> float:
+    (given,) = asked.query.get("seconds", ["5"])[:1]
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= LONGEST_S:
+        raise InvalidRequest("seconds", f"must be a number above 0, up to {LONGEST_S:.0f}, not {given!r}")
+    return seconds
