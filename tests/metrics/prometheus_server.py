@@ -1,0 +1,31 @@
+"""A real Prometheus for tests: it scrapes their pages, loads their rules, and is asked over its HTTP API."""
+
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from benchmarks.prometheus import Prometheus, PrometheusError, Series, running_prometheus
+from tests.scheduler.mqtt.brokers import program
+
+__all__ = ["Prometheus", "PrometheusError", "Series", "prometheus_server", "promtool"]
+
+
+@contextmanager
+def prometheus_server(
+    folder: Path, *targets: str, rules: Sequence[Path] = (), interval: str = "500ms"
+) -> Iterator[Prometheus]:
+    """Scrapes `targets` (`HOST:PORT`) every `interval` and evaluates `rules` as often, while the block runs.
+
+    Skips the test where Prometheus is not installed, unless CI says that it must be.
+    """
+    program("prometheus")
+    with running_prometheus(folder, targets, rules=rules, interval=interval) as server:
+        yield server
+
+
+def promtool(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run `promtool ARGUMENTS` to its end; skips like the above."""
+    return subprocess.run(
+        [program("promtool"), *map(str, arguments)], capture_output=True, encoding="utf-8", timeout=60, cwd=cwd
+    )
