@@ -195,8 +195,8 @@ def _edges() -> Section:
         return [Query(total(rate("mqtt_messages_total", f', direction="{direction}"'), "kind"), "{{kind}}")]
 
     return Section("MQTT and journal", [
-        Graph("Connected, journal up", "1 or 0, the worst: the connection to the broker (0, too, where there is none), and "
-              "the journal's writes (1, too, where there is none).",
+        Graph("Connected, journal up", "1 or 0, the worst: the connection to the broker (0, too, where there is none) "
+              "and the journal's writes (1, too, where there is none).",
               [Query(f"min({level('mqtt_connected')})", "broker"), Query(f"min({level('journal_up')})", "journal")],
               colours={"broker": BLUE, "journal": ORANGE}, axis="1: yes", highest=1),
         Graph("Messages in", "What devices published, a second.", messages("in"), "mps", axis="messages / s"),

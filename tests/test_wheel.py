@@ -15,6 +15,7 @@ from tests.checkpoints import llama, random_model, save
 from tests.processes import ROOT, run_python
 
 FOLDERS = ("cache_pool", "metrics", "model", "scheduler")
+DATA = {"py.typed", "metrics/alerts.yml", "metrics/dashboards/drumline.json"}
 FILES = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
 
 
@@ -44,8 +45,8 @@ def test_the_sdist_holds_real_files(dist: Path):
     with tarfile.open(path) as archive:
         assert [member.name for member in archive if not (member.isfile() or member.isdir())] == []
         names = {member.name.partition("/")[2] for member in archive if member.isfile()}
-    assert {f"src/drumline/{name}" for name in sources()} <= names
-    assert {"README.md", "LICENSE", "pyproject.toml", "src/drumline/py.typed"} <= names
+    assert {f"src/drumline/{name}" for name in sources() | DATA} <= names
+    assert {"README.md", "LICENSE", "pyproject.toml"} <= names
     assert [name for name in names if name.startswith(("tests/", *(f"{folder}/" for folder in FOLDERS)))] == []
 
 
@@ -58,7 +59,7 @@ def test_the_wheel_holds_one_package(dist: Path):
     info = f"drumline-{drumline.__version__}.dist-info"
     assert {name.partition("/")[0] for name in names} == {"drumline", info}
     inside = {name.removeprefix("drumline/") for name in names if name.startswith("drumline/")}
-    assert inside == sources() | {"py.typed"}
+    assert inside == sources() | DATA
     assert f"{info}/licenses/LICENSE" in names
     assert "drumline = drumline.scheduler.cli:main" in scripts
     assert "License-Expression: Apache-2.0" in metadata
