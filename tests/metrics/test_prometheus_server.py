@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from drumline.metrics.exporter import Exporter
 from drumline.metrics.instruments import Instruments
+from drumline.metrics.pages import Pages
 from tests.metrics.prometheus_server import PrometheusError, prometheus_server
 
 RULES = "groups: [{name: g, rules: [{record: 'steps:doubled', expr: '2 * drumline_steps_total'}]}]"
@@ -18,7 +19,7 @@ def test_it_scrapes_evaluates_and_answers(tmp_path: Path):
     instruments.step(1, 1, 0.0, {"forward": 0.01})
     rules = tmp_path / "rules.yml"
     rules.write_text(RULES)
-    with Exporter(registry, port=0, health=lambda: True, ready=lambda: True) as exporter:
+    with Exporter(Pages(registry, health=list, ready=list), port=0) as exporter:
         target = f"127.0.0.1:{exporter.port}"
         with prometheus_server(tmp_path, target, rules=[rules], interval="200ms") as server:
             [steps] = server.wait_for("drumline_steps_total")
