@@ -64,7 +64,7 @@ async def watch(folder: Path) -> Watched:
         journal=JournalSettings(folder / "jobs.db"),
         drain_s=0,
     )
-    async with run_worker(tiny_model(window=64), settings) as worker:
+    async with run_worker(lambda: tiny_model(window=64), settings) as worker:
         target = f"127.0.0.1:{worker.exporter.port}"
         with prometheus_server(folder, target, rules=[RULES]) as server:
             await asyncio.to_thread(server.wait_for, "drumline_steps_total")  # a rate needs a sample from before
