@@ -204,7 +204,9 @@ def test_scheduler_signature_and_verbs():
         "statistics",
         "check_integrity",
         "fingerprint",
+        "health",
         "healthy",
+        "live",
         "ready",
     }
     for name in ("submit", "check", "settle", "drain", "queue_position", "statistics"):

@@ -8,6 +8,7 @@ import pytest
 from tests.checkpoints import edit_config, llama, random_model, save
 from tests.processes import CLI, run_python
 
+QUIET = ("--log-level", "error")
 COMMANDS = ("demo", "serve", "submit", "generate", "bench", "verify", "ledger", "journal")
 OPTIONS = {
     "demo": ("--model", "--rows", "--precision", "--backend", "--threads"),
@@ -92,6 +93,8 @@ def test_help_of_a_command(cli, command, monkeypatch):
         ),
         (("serve", "--embedded-broker", "--metrics", "9464"), "--metrics: address '9464': the port is missing"),
         (("serve", "--embedded-broker", "--metrics", "h:x"), "--metrics: address 'h:x'"),
+        (("serve", "--embedded-broker", "--log-level", "loud"), "Invalid value for '--log-level': Value error, 'loud' is not one of"),
+        (("serve", "--embedded-broker", "--log-format", "xml"), "Invalid value for '--log-format': Value error, 'xml' is not"),
         (("serve", "--embedded-broker", "--drain", "-1"), "Invalid value for '--drain'"),
         (("submit", "hello"), "Missing option '--broker'."),
         (("submit", "hello", "--broker", "h:1"), "broker: must read mqtt://host:port"),
@@ -127,8 +130,9 @@ def test_mistakes_that_need_no_model(cli, arguments, message):
         (("generate", "--step-tokens", "1", "hello"), "step_tokens: "),
         (("ledger", "--rows", "0"), "--rows: must be at least 1"),
         (("ledger", "--tokens", "0"), "--tokens: must be at least 1"),
-        (("serve", "--embedded-broker", "--metrics", "127.0.0.1:0", "--name", "a/b"), "worker: "),
-        (("serve", "--embedded-broker", "--metrics", "127.0.0.1:0", "--rows", "0"), "rows: "),
+        (("serve", "--embedded-broker", "--metrics", "127.0.0.1:0", *QUIET, "--name", "a/b"), "worker: "),
+        (("serve", "--embedded-broker", "--metrics", "127.0.0.1:0", *QUIET, "--rows", "0"), "rows: "),
+        (("serve", "--embedded-broker", "--metrics", "127.0.0.1:0", *QUIET, "--stall", "0"), "stall_s: "),
         (("serve", "--embedded-broker", "--metrics", "256.0.0.1:0"), "cannot serve metrics on 256.0.0.1:0"),
     ],
 )

@@ -18,6 +18,7 @@ from drumline.scheduler.mqtt.address import BrokerAddress, parse_broker_url
 from drumline.scheduler.mqtt.client import Client
 from drumline.scheduler.mqtt.connection import ConnectOptions, connect
 from tests.drive import generate
+from tests.log_lines import Logged, read_text
 from tests.processes import CLI, finish, read_until, run_python, running_python
 
 FOOTER = r"\[(\w+): (\d+) \+ (\d+) tokens, first after [\d.]+ s, seed \d+\]\n"
@@ -48,6 +49,17 @@ class Worker:
                 return error.code, error.read().decode()
 
 
+def read_until_event(process, name: str) -> Logged:
+    return next(logged for logged in map(read_text, map(str.strip, process.stderr)) if logged.event == name)
+
+
+def ending(process) -> tuple[int, str, list[str]]:
+    """Exit code, what is left of stdout, and the log from the end of the service on."""
+    code, out, err = finish(process)
+    events = [read_text(line).event for line in err.splitlines()]
+    return code, out, events[events.index("draining") :]
+
+
 def serve(checkpoint: Path, *options: str) -> tuple[str | Path, ...]:
     return (*CLI, "serve", "--model", checkpoint, "--embedded-broker", "--metrics", "127.0.0.1:0", *options)
 
@@ -57,7 +69,7 @@ def worker(checkpoint: Path) -> Iterator[Worker]:
     with running_python(*serve(checkpoint, "--rows", "4", "--name", "line-1", "--home-assistant")) as process:
         yield Worker(process)
         process.terminate()
-        assert finish(process) == (0, "", "draining: running jobs finish, no new ones are taken\n")
+        assert ending(process) == (0, "", ["draining", "stopped"])
 
 
 async def test_submit_streams_an_answer_and_exits_0(worker: Worker, checkpoint: Path):
@@ -106,7 +118,7 @@ def test_the_page_and_the_probes(cli, worker: Worker):
         assert (status, json.loads(body)) == (200, {"ok": True, "reasons": []})
     assert worker.get("/elsewhere")[0] == 404
     page = worker.get("/metrics")[1]
-    for line in (r'drumline_(ready|healthy){scheduler="main"} 1\.0', r"process_open_fds \d", "python_info{.*} 1"):
+    for line in (r'drumline_(ready|healthy){scheduler="line-1"} 1\.0', r"process_open_fds \d", "python_info{.*} 1"):
         assert re.search(f"^{line}", page, re.MULTILINE), line
 
 
@@ -137,7 +149,7 @@ async def test_sigterm_finishes_what_runs_and_takes_no_more(checkpoint: Path):
             process.terminate()
             results = [await job.result() for job in (running, waiting)]
         assert [(result.stop_reason, len(result.token_ids)) for result in results] == [("budget", 250), ("budget", 3)]
-        assert finish(process) == (0, "", "draining: running jobs finish, no new ones are taken\n")
+        assert ending(process) == (0, "", ["draining", "job ended", "job ended", "stopped"])
 
 
 async def test_what_does_not_finish_in_time_is_cancelled(checkpoint: Path):
@@ -160,7 +172,7 @@ async def test_a_second_signal_ends_at_once(checkpoint: Path):
             running = await client.submit("a", id="running", max_tokens=2000, ignore_eos=True)
             await anext(aiter(running))
             process.terminate()
-            assert process.stderr.readline().startswith("draining")
+            read_until_event(process, "draining")
             process.terminate()
             assert finish(process) == (130, "", "drumline: interrupted\n")
 
@@ -168,7 +180,7 @@ async def test_a_second_signal_ends_at_once(checkpoint: Path):
 def test_a_signal_while_the_broker_is_away_ends_at_once(checkpoint: Path):
     command = ("serve", "--model", checkpoint, "--broker", "mqtt://127.0.0.1:1", "--metrics", "127.0.0.1:0")
     with running_python(*CLI, *command) as process:
-        assert "cannot connect to 127.0.0.1:1" in process.stderr.readline()
+        assert "cannot connect to 127.0.0.1:1" in str(read_until_event(process, "connection lost").fields["error"])
         process.terminate()
         code, out, err = finish(process)
         assert (code, out, err.splitlines()[-1]) == (130, "", "drumline: interrupted")

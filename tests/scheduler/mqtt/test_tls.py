@@ -130,6 +130,6 @@ async def test_a_worker_says_why_it_is_not_let_in_and_keeps_its_secret(
         await waiting.wait()
     task.cancel()
     await asyncio.wait([task])
-    assert "jobs connection: cannot connect to 127.0.0.1" in caplog.text
+    assert 'connection lost connection=jobs error="cannot connect to 127.0.0.1' in caplog.text
     assert "Not authorized" in caplog.text
     assert PASSWORD not in caplog.text
