@@ -32,12 +32,12 @@ def run_python(
 
 
 @contextmanager
-def running_python(*arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
+def running_python(*arguments: str | Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
     """`python ARGUMENTS` while the block runs; whatever is left of it then is killed."""
     process = subprocess.Popen(
         [sys.executable, *map(str, arguments)],
         cwd=ROOT,
-        env=ENVIRONMENT,
+        env=ENVIRONMENT | environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

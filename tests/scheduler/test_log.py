@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from drumline.scheduler.cli.logs import JsonFormatter, TextFormatter
 from drumline.scheduler.log import LONGEST_TEXT, Event
 from tests.log_lines import Logged, read_json, read_text
+from tests.processes import run_python
 
 FORMATS = [(TextFormatter(), read_text), (JsonFormatter(), read_json)]
 
@@ -78,3 +79,8 @@ def test_the_keys_of_a_json_line():
     line = json.loads(JsonFormatter().format(record(Event("e", job="a"))))
     assert list(line) == ["time", "level", "logger", "event", "job"]
     assert line["logger"] == "drumline.mqtt"
+
+
+def test_a_program_that_configures_no_logging_sees_nothing_of_ours():
+    run = run_python("-c", "import drumline, logging; logging.getLogger('drumline.mqtt').error('lost')")
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
