@@ -5,7 +5,9 @@ import re
 from datetime import datetime
 from typing import NamedTuple
 
-LINE = re.compile(r'(?P<time>\S+) (?P<level>debug|info|warning|error|critical) (?P<name>[^="]+?)(?P<fields>( \w+=\S.*)?)')
+LINE = re.compile(
+    r'(?P<time>\S+) (?P<level>debug|info|warning|error|critical) (?P<name>[^="]+?)(?P<fields>( \w+=\S.*)?)'
+)
 FIELD = re.compile(r' (?P<key>\w+)=(?P<value>"(?:[^"\\]|\\.)*"|[^\s"=]+)')
 
 

@@ -93,8 +93,14 @@ def test_help_of_a_command(cli, command, monkeypatch):
         ),
         (("serve", "--embedded-broker", "--metrics", "9464"), "--metrics: address '9464': the port is missing"),
         (("serve", "--embedded-broker", "--metrics", "h:x"), "--metrics: address 'h:x'"),
-        (("serve", "--embedded-broker", "--log-level", "loud"), "Invalid value for '--log-level': Value error, 'loud' is not one of"),
-        (("serve", "--embedded-broker", "--log-format", "xml"), "Invalid value for '--log-format': Value error, 'xml' is not"),
+        (
+            ("serve", "--embedded-broker", "--log-level", "loud"),
+            "Invalid value for '--log-level': Value error, 'loud' is not one of",
+        ),
+        (
+            ("serve", "--embedded-broker", "--log-format", "xml"),
+            "Invalid value for '--log-format': Value error, 'xml' is not",
+        ),
         (("serve", "--embedded-broker", "--drain", "-1"), "Invalid value for '--drain'"),
         (("submit", "hello"), "Missing option '--broker'."),
         (("submit", "hello", "--broker", "h:1"), "broker: must read mqtt://host:port"),

@@ -76,7 +76,9 @@ def hear(manager: socket.socket, state: str) -> None:
 
 async def misbehave(evil: Connection) -> None:
     """Send what is refused, and would be lines of its own if it could."""
-    await evil.publish(Message("drumline/v1/clients/evil/submit", json.dumps({"id": "wrong", HOSTILE_FIELD: 1}).encode()))
+    await evil.publish(
+        Message("drumline/v1/clients/evil/submit", json.dumps({"id": "wrong", HOSTILE_FIELD: 1}).encode())
+    )
     await evil.publish(Message(f"drumline/v1/clients/{HOSTILE_TOPIC}/submit", b"{}"))
 
 
@@ -122,13 +124,16 @@ async def test_json_lines_probes_and_systemd(checkpoint: Path, tmp_path: Path):
     assert names[-1] == "stopped"
     ended = {event.fields["job"]: event.fields for event in events if event.event == "job ended"}
     assert ended.keys() == {"done", "running"}
-    assert ended["done"].items() >= {
-        "client": "desk",
-        "outcome": "completed",
-        "stop_reason": "budget",
-        "prompt_tokens": len(PROMPT),
-        "tokens": 3,
-    }.items()
+    assert (
+        ended["done"].items()
+        >= {
+            "client": "desk",
+            "outcome": "completed",
+            "stop_reason": "budget",
+            "prompt_tokens": len(PROMPT),
+            "tokens": 3,
+        }.items()
+    )
     assert 0 <= ended["done"]["queued_s"] <= ended["done"]["first_token_s"] <= ended["done"]["total_s"]
     assert ended["running"]["outcome"] == "cancelled"
     (rejected,) = [event.fields for event in events if event.event == "job rejected"]
