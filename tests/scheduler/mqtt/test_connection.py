@@ -214,6 +214,6 @@ async def test_one_that_cannot_be_sent_does_not_hold_up_the_rest(
         await outbox.flushed()
         sending.cancel()
         await asyncio.wait([sending])
-    assert "cannot be sent" in caplog.text
+    assert "message not sent kind=result" in caplog.text
     assert (letter["code"], letter["topic"]) == ("invalid", f"{topics.prefix}/+")
     assert counts.messages == [("out", "result"), ("out", "dead")]

@@ -22,7 +22,7 @@ async def test_a_long_text_holds_nobody_up_and_is_joined_meanwhile(broker: Embed
     loop = asyncio.get_running_loop()
 
     def slow(scheduler: Scheduler) -> Scheduler:
-        admit = scheduler._admission.admit
+        admit = scheduler._intake._admission.admit
 
         def admit_slowly(request: Request) -> object:
             if request.text_length > LONG_TEXT:
@@ -30,7 +30,7 @@ async def test_a_long_text_holds_nobody_up_and_is_joined_meanwhile(broker: Embed
                 may_end.wait(20)
             return admit(request)
 
-        scheduler._admission.admit = admit_slowly
+        scheduler._intake._admission.admit = admit_slowly
         return scheduler
 
     async with (
@@ -109,4 +109,4 @@ async def test_a_cancel_is_heard_while_jobs_must_wait(
         gateway._outbox._room = 100
         gate.open()
         assert (await this.body("/result"))["status"] == "cancelled"
-    assert "a get of client a is not answered" in caplog.text
+    assert "get not answered job=j client=a" in caplog.text
