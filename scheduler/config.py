@@ -31,7 +31,6 @@ class EngineSettings:
     backend: str | None = None
     draft_tokens: int = DRAFT_TOKENS
     reuse: bool = True
-    stall_s: float = STALL_S
 
 
 MOST_STEP_TOKENS = 8_192

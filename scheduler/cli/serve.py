@@ -111,7 +111,8 @@ def serve(
     settings = WorkerSettings(
         broker=None if broker is None else options.broker_address(broker, tls_ca, tls_cert, tls_key, password_file),
         metrics=metrics_address(metrics),
-        engine=EngineSettings(rows, step_tokens, options.chosen_backend(backend), draft_tokens, reuse == "on", stall),
+        engine=EngineSettings(rows, step_tokens, options.chosen_backend(backend), draft_tokens, reuse == "on"),
+        stall_s=stall,
         name=name,
         prefix=prefix,
         protocol=options.mqtt_protocol(mqtt),

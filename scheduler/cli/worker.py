@@ -17,7 +17,7 @@ from drumline.scheduler.cli.health import Health
 from drumline.scheduler.cli.loop import in_thread
 from drumline.scheduler.cli.options import progress_console
 from drumline.scheduler.cli.tracing import TraceSettings, Tracing
-from drumline.scheduler.config import VERSION, EngineSettings
+from drumline.scheduler.config import STALL_S, VERSION, EngineSettings
 from drumline.scheduler.journal.journal import Journal
 from drumline.scheduler.log import Event
 from drumline.scheduler.mqtt.address import BrokerAddress
@@ -59,6 +59,7 @@ class WorkerSettings:
     quotas: Quotas = field(default_factory=Quotas)
     retire: bool = False
     home_assistant: str | None = None
+    stall_s: float = STALL_S
     show_text: bool = False
     trace: TraceSettings = field(default_factory=TraceSettings)
 
@@ -127,7 +128,8 @@ async def _start_engine(
 ) -> Scheduler:
     model = await in_thread(load)
     _log.info(Event("model loaded", model=model.name, precision=model.precision, window=model.window))
-    scheduler = Scheduler(model, name=settings.name, registry=registry, **asdict(settings.engine))
+    engine = asdict(settings.engine)
+    scheduler = Scheduler(model, name=settings.name, registry=registry, stall_s=settings.stall_s, **engine)
     scheduler.instruments.watch(ready=lambda: not health.ready(), healthy=lambda: not health.health())
     health.starting = "kernels are being loaded, or compiled for this CPU"
     with progress_console.status("starting (the first time, kernels are compiled for this CPU)"):
