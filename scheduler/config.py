@@ -56,6 +56,6 @@ class SchedulerConfig(Validated):
     """Whether a request is refused that cannot be expected to end before its deadline."""
     restarts: int = Field(ge=0)
     """How often a failed step may be answered by a new pool, in which all that ran goes on."""
-    stall_s: float = Field(gt=0, allow_inf_nan=False)
+    stall_s: float = Field(default=STALL_S, gt=0, allow_inf_nan=False)
     """A step, or a silence of the event loop, that takes longer counts as hanging."""
     name: str = Field(min_length=1, max_length=64)
