@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 import numpy as np
+from pydantic import ConfigDict
 
 from drumline.cache_pool.pool import CachePool
 from drumline.metrics.definitions import Priority
@@ -22,7 +23,13 @@ State = Literal["ready", "starting", "draining", "failed"]
 RowPhase = Literal["prefill", "shares a prefix", "decode"]
 
 
-class LiveRow(Validated):
+class _Told(Validated):
+    """Its readers ignore keys that they do not know, so that a newer worker may say more."""
+
+    model_config = ConfigDict(strict=False, extra="ignore")
+
+
+class LiveRow(_Told):
     """A row and the request in it; times in seconds."""
 
     row: int
@@ -42,7 +49,7 @@ class LiveRow(Validated):
     """Since submit."""
 
 
-class LiveAnswer(Validated):
+class LiveAnswer(_Told):
     """A job that has ended; times in seconds from its submit."""
 
     job: str
@@ -61,7 +68,7 @@ class LiveAnswer(Validated):
     """How it begins; None unless texts are to be shown."""
 
 
-class Percentiles(Validated):
+class Percentiles(_Told):
     """Of the answers remembered that have the value, in seconds."""
 
     p50: float
@@ -69,7 +76,7 @@ class Percentiles(Validated):
     p99: float
 
 
-class LiveView(Validated):
+class LiveView(_Told):
     """A scheduler at one moment."""
 
     name: str
