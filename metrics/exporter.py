@@ -106,7 +106,7 @@ class Exporter:
             server = _Server(family, address)
         except OSError as error:
             where = f"{self.host}:{self._asked_port}"
-            raise OSError(error.errno, f"cannot serve metrics on {where}: {error.strerror}") from error
+            raise OSError(error.errno, f"cannot serve HTTP on {where}: {error.strerror}") from error
         server.set_app(self._serve)
         self.port = server.server_port
         thread = threading.Thread(target=server.serve_forever, args=(POLL_S,), name="drumline-metrics", daemon=True)

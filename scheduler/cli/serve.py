@@ -24,7 +24,7 @@ from drumline.scheduler.mqtt.jobs import OnChange
 from drumline.scheduler.mqtt.quotas import Quotas, read_quotas
 from drumline.scheduler.mqtt.topics import Topics
 
-Metrics = Annotated[str, typer.Option("--metrics", help="HOST:PORT of /metrics, /healthz and /readyz.")]
+Metrics = Annotated[str, typer.Option("--metrics", help="HOST:PORT of /metrics, /healthz, /readyz and /live.json.")]
 DEFAULT_METRICS = "127.0.0.1:9464"
 DAY_S = 86_400.0
 
@@ -48,6 +48,12 @@ def serve(
     precision: options.PrecisionName = "auto",
     backend: options.BackendName = "auto",
     metrics: Metrics = DEFAULT_METRICS,
+    http: Annotated[
+        str | None,
+        typer.Option(
+            help="HOST:PORT of a page that shows the worker live in a browser, and of all that --metrics has."
+        ),
+    ] = None,
     reply_prefix: Annotated[
         list[str] | None,
         typer.Option(help="Where response topics may lie beside the client's own. Repeatable."),
@@ -95,7 +101,10 @@ def serve(
     log_level: Annotated[logs.Level, typer.Option(help="info: the worker, its connections, each job's end.")] = "info",
     log_format: Annotated[logs.Format, typer.Option(help="What stderr is: one line an event.")] = "text",
     show_text: Annotated[
-        bool, typer.Option("--show-text", help="Let prompts and answers be seen: in the log.")
+        bool,
+        typer.Option(
+            "--show-text", help="Let prompts and answers be seen: in the log, and how answers begin in /live.json."
+        ),
     ] = False,
 ) -> None:
     """Serve a model over MQTT until SIGTERM or Ctrl-C, which finish what runs first; a second one stops at once.
@@ -110,7 +119,8 @@ def serve(
         raise InvalidRequest("--broker", "is missing: the embedded broker takes no TLS files and no password")
     settings = WorkerSettings(
         broker=None if broker is None else options.broker_address(broker, tls_ca, tls_cert, tls_key, password_file),
-        metrics=metrics_address(metrics),
+        metrics=http_address("--metrics", metrics),
+        http=None if http is None else http_address("--http", http),
         engine=EngineSettings(rows, step_tokens, options.chosen_backend(backend), draft_tokens, reuse == "on"),
         stall_s=stall,
         name=name,
@@ -146,12 +156,12 @@ def existing_folder(path: Path) -> Path:
     return path
 
 
-def metrics_address(text: str) -> tuple[str, int]:
-    """HOST:PORT of the metrics page; raises `InvalidRequest`."""
+def http_address(option: str, text: str) -> tuple[str, int]:
+    """HOST:PORT of an HTTP server; raises `InvalidRequest` that names the option."""
     try:
         return parse_address(text)
     except ValueError as error:
-        raise InvalidRequest("--metrics", str(error)) from None
+        raise InvalidRequest(option, str(error)) from None
 
 
 async def _serve(load: Callable[[], LanguageModel], settings: WorkerSettings) -> None:
@@ -211,6 +221,6 @@ def _announce(worker: Worker, settings: WorkerSettings) -> None:
         f"  broker   {broker}\n"
         f"  jobs     {settings.prefix}/clients/<client>/submit\n"
         f"  journal  {journal}\n"
-        f"  metrics  {worker.exporter.url}/metrics",
+        f"  metrics  {worker.exporter.url}/metrics" + (f"\n  page     {worker.page.url}/" if worker.page else ""),
         flush=True,
     )

@@ -19,6 +19,7 @@ from drumline.scheduler.cli.options import progress_console
 from drumline.scheduler.cli.tracing import TraceSettings, Tracing
 from drumline.scheduler.config import STALL_S, VERSION, EngineSettings
 from drumline.scheduler.journal.journal import Journal
+from drumline.scheduler.live_page import html_page, live_json
 from drumline.scheduler.log import Event
 from drumline.scheduler.mqtt.address import BrokerAddress
 from drumline.scheduler.mqtt.broker import EmbeddedBroker
@@ -48,6 +49,8 @@ class WorkerSettings:
 
     broker: BrokerAddress | None
     metrics: tuple[str, int]
+    http: tuple[str, int] | None = None
+    """Where people look at the worker in a browser, if they may."""
     engine: EngineSettings = field(default_factory=EngineSettings)
     name: str = "main"
     prefix: str = "drumline/v1"
@@ -72,6 +75,8 @@ class Worker:
     scheduler: Scheduler
     gateway: Gateway
     exporter: Exporter
+    page: Exporter | None
+    """The server of the page for browsers."""
     broker: BrokerAddress
     embedded: EmbeddedBroker | None
 
@@ -90,7 +95,7 @@ async def run_worker(
 
     The probes answer first, then `load` loads the model, in a thread: meanwhile the event loop runs, and a cancellation
     ends the start at once. Leaving the block drains the jobs, publishes their results and says `offline`; leaving it by
-    an exception does not wait for the jobs. Raises `InvalidRequest`, `BrokerError`, `OSError` (the metrics port), and
+    an exception does not wait for the jobs. Raises `InvalidRequest`, `BrokerError`, `OSError` (a port of the pages), and
     what `load` raises.
     """
     health = health or Health()
@@ -99,12 +104,18 @@ async def run_worker(
     async with AsyncExitStack() as stack:
         pages = Pages(registry, health=health.health, ready=health.ready)
         exporter = stack.enter_context(Exporter(pages, *settings.metrics))
+        served, page = [pages], None
+        if settings.http is not None:
+            served.append(Pages(registry, health=health.health, ready=health.ready, pages={"/": html_page()}))
+            page = stack.enter_context(Exporter(served[-1], *settings.http))
         own_broker = EmbeddedBroker() if settings.broker is None else None
         _log.info(Event("starting", worker=settings.name, version=VERSION, metrics=f"{exporter.url}/metrics"))
         scheduler = await _start_engine(load, settings, registry, health, stack)
         tracing = Tracing(scheduler.trace, settings.name, settings.trace)
         stack.enter_context(tracing.switched_by_signal())
         pages.add("/trace", tracing.page())
+        for site in served:
+            site.add("/live.json", live_json(scheduler, show_text=settings.show_text))
         embedded = None if own_broker is None else await stack.enter_async_context(own_broker)
         address = settings.broker or _address(embedded, settings.protocol)
         health.starting = "the journal is being opened"
@@ -114,7 +125,7 @@ async def run_worker(
         health.starting = None
         await stack.enter_async_context(gateway)
         try:
-            yield Worker(scheduler.model, scheduler, gateway, exporter, address, embedded)
+            yield Worker(scheduler.model, scheduler, gateway, exporter, page, address, embedded)
         finally:
             health.draining = True
 

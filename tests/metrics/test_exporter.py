@@ -196,7 +196,7 @@ def test_close_frees_the_port_and_the_thread(registry: CollectorRegistry) -> Non
 
 def test_a_port_in_use_is_one_clear_error(registry: CollectorRegistry, exporter: Exporter) -> None:
     other = exported(registry, port=exporter.port)
-    message = f"cannot serve metrics on 127.0.0.1:{exporter.port}: Address already in use"
+    message = f"cannot serve HTTP on 127.0.0.1:{exporter.port}: Address already in use"
     with pytest.raises(OSError, match=message):
         other.start()
     other.close()
@@ -205,7 +205,7 @@ def test_a_port_in_use_is_one_clear_error(registry: CollectorRegistry, exporter:
 
 def test_an_unknown_host_is_one_clear_error(registry: CollectorRegistry) -> None:
     exporter = exported(registry, host="no such host")
-    with pytest.raises(OSError, match="cannot serve metrics on no such host:0"):
+    with pytest.raises(OSError, match="cannot serve HTTP on no such host:0"):
         exporter.start()
 
 

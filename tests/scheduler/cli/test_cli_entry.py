@@ -139,7 +139,7 @@ def test_mistakes_that_need_no_model(cli, arguments, message):
         (("serve", "--embedded-broker", "--metrics", "127.0.0.1:0", *QUIET, "--name", "a/b"), "worker: "),
         (("serve", "--embedded-broker", "--metrics", "127.0.0.1:0", *QUIET, "--rows", "0"), "rows: "),
         (("serve", "--embedded-broker", "--metrics", "127.0.0.1:0", *QUIET, "--stall", "0"), "stall_s: "),
-        (("serve", "--embedded-broker", "--metrics", "256.0.0.1:0"), "cannot serve metrics on 256.0.0.1:0"),
+        (("serve", "--embedded-broker", "--metrics", "256.0.0.1:0"), "cannot serve HTTP on 256.0.0.1:0"),
     ],
 )
 def test_mistakes_on_a_model(cli, checkpoint: Path, arguments, message):
@@ -168,7 +168,7 @@ def test_a_metrics_port_in_use(cli, checkpoint: Path):
         taken.listen()
         where = f"127.0.0.1:{taken.getsockname()[1]}"
         run = cli("serve", "--model", checkpoint, "--embedded-broker", "--metrics", where)
-    assert complaint(run).startswith(f"cannot serve metrics on {where}: Address already in use")
+    assert complaint(run).startswith(f"cannot serve HTTP on {where}: Address already in use")
 
 
 def test_a_broken_checkpoint_names_its_file(cli, tmp_path: Path):
