@@ -2,7 +2,7 @@
 
 import typer
 
-from drumline.scheduler.cli import bench, demo, generate, journal, ledger, profile, serve, submit, trace, verify
+from drumline.scheduler.cli import bench, demo, generate, journal, ledger, profile, serve, submit, top, trace, verify
 
 app = typer.Typer(
     name="drumline",
@@ -18,5 +18,6 @@ app.command("bench")(bench.bench)
 app.command("verify")(verify.verify)
 app.command("ledger")(ledger.ledger)
 app.command("profile")(profile.profile)
+app.command("top")(top.top)
 app.command("trace")(trace.trace)
 app.add_typer(journal.app, name="journal")

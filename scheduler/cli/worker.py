@@ -95,7 +95,7 @@ async def run_worker(
 
     The probes answer first, then `load` loads the model, in a thread: meanwhile the event loop runs, and a cancellation
     ends the start at once. Leaving the block drains the jobs, publishes their results and says `offline`; leaving it by
-    an exception does not wait for the jobs. Raises `InvalidRequest`, `BrokerError`, `OSError` (a port of the pages), and
+    an exception does not wait for the jobs. Raises `InvalidRequest`, `BrokerError`, `OSError` (a port), and
     what `load` raises.
     """
     health = health or Health()

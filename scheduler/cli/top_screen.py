@@ -1,0 +1,238 @@
+"""How `drumline top` looks: a worker seen once, as lines for a terminal of any width and height."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from drumline.scheduler.live_view import LiveRow, LiveView, Percentiles
+from drumline.scheduler.policy import PRIORITIES
+
+WIDE, MIDDLE = 100, 70
+"""Columns from which lanes show tenant and class, and from which they show a bar."""
+BAR = 16
+HEADINGS = ("row", "request", "tenant", "class", "phase", "", "tokens", "per s", "age")
+STYLES = {
+    "ready": "green",
+    "starting": "yellow",
+    "draining": "yellow",
+    "failed": "bold red",
+    "prefill": "magenta",
+    "shares a prefix": "dim",
+    "decode": "cyan",
+    "completed": "green",
+    "cancelled": "yellow",
+    "expired": "yellow",
+    "rejected": "magenta",
+}
+OTHER_LINES = 12
+"""What stands around the lanes and the answers."""
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Totals since the worker started, as its metrics page has them."""
+
+    outcomes: dict[str, int]
+    rejected: dict[str, int]
+    """By reason; reasons that never were are left out."""
+    generated_tokens: int
+    computed_tokens: int
+    """Of prompts."""
+    reused_tokens: int
+    preemptions: int
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What bars are drawn with; `for_encoding` chooses what the terminal can show."""
+
+    full: str
+    half: str
+    empty: str
+    levels: str
+
+    @classmethod
+    def for_encoding(cls, encoding: str) -> "Marks":
+        """Blocks where the terminal takes UTF-8, else ASCII."""
+        if encoding.lower().replace("-", "").startswith("utf"):
+            return cls("█", "▒", "·", " ▁▂▃▄▅▆▇█")
+        return cls("#", "=", ".", " .:-=+*#@")
+
+
+def screen(view: LiveView, counters: Counters, width: int, height: int | None, marks: Marks) -> RenderableType:
+    """The whole screen; `height` None shows every row and answer."""
+    room = None if height is None else max(1, height - OTHER_LINES - len(view.troubles))
+    lanes = min(view.capacity, room or view.capacity)
+    answers = len(view.answers) if room is None else max(0, room - lanes - 2)
+    return Group(
+        _head(view),
+        *(Text(f"  ! {plain(trouble)}", "bold red") for trouble in view.troubles),
+        _flow(view, width, marks),
+        Text(),
+        _lanes(view, lanes, width, marks),
+        *([Text(f"  {_more(view, lanes)}", "dim")] if lanes < view.capacity else []),
+        Text(),
+        _queue(view),
+        _percentiles(view),
+        *_totals(counters),
+        *_answers(view, answers, width),
+    )
+
+
+def plain(text: str) -> str:
+    """What somebody else chose, without what a terminal would obey."""
+    return "".join(character if character.isprintable() else "·" for character in text)
+
+
+def _head(view: LiveView) -> Text:
+    head = Text(no_wrap=True, overflow="ellipsis")
+    head.append(plain(view.name), "bold").append("  ").append(view.state, STYLES[view.state])
+    head.append(f"  {plain(view.model)}  {view.precision} on {view.backend}  up {duration(view.uptime_s)}", "dim")
+    return head
+
+
+def _flow(view: LiveView, width: int, marks: Marks) -> Text:
+    """Tokens a second, now and over the last minute; how full rows and keys and values are."""
+    newest = view.generated_by_second[-1] if view.generated_by_second else 0
+    prompt = view.prompt_by_second[-1] if view.prompt_by_second else 0
+    line = Text(no_wrap=True, overflow="crop")
+    line.append(f"{newest:>5}", "bold").append(" tokens/s out  ").append(f"{prompt:>5}", "bold").append(" in  ")
+    line.append(sparkline(view.generated_by_second[-max(0, min(60, width - 62)) :], marks), "cyan")
+    used = view.kv_tokens / view.kv_capacity_tokens if view.kv_capacity_tokens else 0.0
+    return line.append(f"  rows {len(view.rows)}/{view.capacity}  K/V {used:.0%}")
+
+
+def sparkline(values: Sequence[int], marks: Marks) -> str:
+    """One character a value, the highest one full."""
+    highest = max(values, default=0)
+    steps = len(marks.levels) - 1
+    return "".join(marks.levels[-(-value * steps // highest) if highest else 0] for value in values)
+
+
+def _lanes(view: LiveView, number: int, width: int, marks: Marks) -> Table:
+    table = Table.grid(padding=(0, 1), expand=True)
+    table.add_column(width=3, justify="right")
+    table.add_column(ratio=3, no_wrap=True, overflow="ellipsis")
+    if width >= WIDE:
+        table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+        table.add_column(width=6, no_wrap=True)
+    table.add_column(width=15 if width >= MIDDLE else 7, no_wrap=True, overflow="ellipsis")
+    if width >= MIDDLE:
+        table.add_column(width=BAR, no_wrap=True)
+    table.add_column(width=14, justify="right", no_wrap=True, overflow="ellipsis")
+    table.add_column(width=7, justify="right", no_wrap=True)
+    table.add_column(width=7, justify="right", no_wrap=True)
+    table.add_row(
+        *_cells(width, "row", "request", "tenant", "class", "phase", "", "tokens", "per s", "age"), style="dim"
+    )
+    busy = {row.row: row for row in view.rows}
+    shown = [*sorted(busy), *(row for row in range(view.capacity) if row not in busy)][:number]
+    for number in sorted(shown):
+        if number in busy:
+            table.add_row(*_lane(busy[number], width, marks))
+        else:
+            table.add_row(*_cells(width, str(number), "", "", "", "free", marks.empty * BAR, "", "", ""), style="dim")
+    return table
+
+
+def _lane(row: LiveRow, width: int, marks: Marks) -> list[Text]:
+    job = plain(row.job) + (f"#{row.choice}" if row.choice else "")
+    bar = progress_bar(row, marks)
+    phase = Text(row.phase, STYLES[row.phase])
+    tokens = f"{row.prompt_tokens}+{row.generated_tokens}/{row.budget_tokens}"
+    rate = f"{row.tokens_per_s:.1f}" if row.tokens_per_s else ""
+    cells = (str(row.row), job, plain(row.tenant), row.priority, phase, bar, tokens, rate, duration(row.age_s))
+    return _cells(width, *cells)
+
+
+def progress_bar(row: LiveRow, marks: Marks) -> Text:
+    """What is computed of the prompt and generated of the budget, over both together."""
+    whole = max(1, row.prompt_tokens + row.budget_tokens)
+    prompt = round(BAR * min(row.cached_tokens, row.prompt_tokens) / whole)
+    done = round(BAR * (min(row.cached_tokens, row.prompt_tokens) + row.generated_tokens) / whole)
+    done = min(BAR, max(prompt, done))
+    text = Text(marks.half * prompt, "magenta").append(marks.full * (done - prompt), "cyan")
+    return text.append(marks.empty * (BAR - done), "dim")
+
+
+def _cells(width: int, *cells: str | Text) -> list[Text]:
+    """A lane's cells, without those that there is no room for."""
+    number, job, tenant, priority, phase, bar, *rest = (Text(cell) if isinstance(cell, str) else cell for cell in cells)
+    who = [tenant, priority] if width >= WIDE else []
+    return [number, job, *who, phase, *([bar] if width >= MIDDLE else []), *rest]
+
+
+def _more(view: LiveView, shown: int) -> str:
+    busy = max(0, len(view.rows) - shown)
+    return f"and {view.capacity - shown} rows more, {busy} of them busy"
+
+
+def _queue(view: LiveView) -> Text:
+    line = Text("queue    ", "bold", no_wrap=True, overflow="ellipsis")
+    for priority in reversed(PRIORITIES):
+        line.append(f"{priority} {view.queued.get(priority, 0)}  ", "")
+    return line.append(f"oldest {duration(view.oldest_queued_s)}" if view.oldest_queued_s else "nobody waits", "dim")
+
+
+def _percentiles(view: LiveView) -> Table:
+    table = Table.grid(padding=(0, 2))
+    named = (("first token", view.first_token_s), ("between tokens", view.inter_token_s), ("total", view.total_s))
+    for name, percentiles in named:
+        table.add_row(Text(name, "bold"), *(Text(part) for part in _three(percentiles)))
+    return table
+
+
+def _three(percentiles: Percentiles | None) -> Iterable[str]:
+    if percentiles is None:
+        return ("no answer yet",)
+    return (f"p50 {duration(percentiles.p50)}", f"p90 {duration(percentiles.p90)}", f"p99 {duration(percentiles.p99)}")
+
+
+def _totals(counters: Counters) -> Iterable[Text]:
+    line = Text("so far   ", "bold", no_wrap=True, overflow="ellipsis")
+    for outcome, number in counters.outcomes.items():
+        line.append(f"{outcome} ", STYLES.get(outcome, "red") if number else "dim").append(f"{number}  ", "")
+    reasons = ", ".join(f"{reason} {number}" for reason, number in counters.rejected.items())
+    yield line.append(f"({reasons})" if reasons else "", "dim")
+    prompt = f"of prompts {counters.computed_tokens} computed, {counters.reused_tokens} reused"
+    told = f"{counters.generated_tokens} generated, {prompt}; {counters.preemptions} preemptions"
+    yield Text("tokens   ", "bold", no_wrap=True, overflow="ellipsis").append(told, "not bold")
+
+
+def _answers(view: LiveView, number: int, width: int) -> Iterable[RenderableType]:
+    if not number or not view.answers:
+        return
+    table = Table.grid(padding=(0, 1), expand=True)
+    table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    for columns in (10, 9, 14, 7, 8):
+        table.add_column(width=columns, justify="right" if columns < 9 else "left", no_wrap=True)
+    table.add_row(*map(Text, ("answer", "outcome", "ended", "tokens", "first", "total")), style="dim")
+    for answer in view.answers[:number]:
+        first = "" if answer.first_token_s is None else duration(answer.first_token_s)
+        told = plain(answer.job) + (f"  {plain(answer.text)}" if answer.text else "")
+        table.add_row(
+            Text(told),
+            Text(answer.status, STYLES.get(answer.status, "red")),
+            Text(plain(answer.stop_reason)),
+            Text(f"{answer.prompt_tokens}+{answer.generated_tokens}"),
+            Text(first),
+            Text(duration(answer.total_s)),
+        )
+    yield Text()
+    yield table
+
+
+def duration(seconds: float) -> str:
+    """Short: 12 ms, 3.4 s, 2m05s, 7h12m, 3d04h."""
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, left = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{left:02d}s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours < 48 else f"{hours // 24}d{hours % 24:02d}h"
