@@ -10,8 +10,8 @@ from rich.text import Text
 from drumline.scheduler.live_view import LiveRow, LiveView, Percentiles
 from drumline.scheduler.policy import PRIORITIES
 
-WIDE, MIDDLE = 100, 70
-"""Columns from which lanes show tenant and class, and from which they show a bar."""
+WIDE, MIDDLE, NARROW = 100, 70, 55
+"""Columns from which lanes show tenant and class, a bar, and the rate."""
 BAR = 16
 HEADINGS = ("row", "request", "tenant", "class", "phase", "", "tokens", "per s", "age")
 STYLES = {
@@ -122,12 +122,10 @@ def _lanes(view: LiveView, number: int, width: int, marks: Marks) -> Table:
     table.add_column(width=15 if width >= MIDDLE else 7, no_wrap=True, overflow="ellipsis")
     if width >= MIDDLE:
         table.add_column(width=BAR, no_wrap=True)
-    table.add_column(width=14, justify="right", no_wrap=True, overflow="ellipsis")
-    table.add_column(width=7, justify="right", no_wrap=True)
-    table.add_column(width=7, justify="right", no_wrap=True)
-    table.add_row(
-        *_cells(width, "row", "request", "tenant", "class", "phase", "", "tokens", "per s", "age"), style="dim"
-    )
+    table.add_column(width=14 if width >= NARROW else 9, justify="right", no_wrap=True, overflow="ellipsis")
+    for _ in range(2 if width >= NARROW else 1):
+        table.add_column(width=7, justify="right", no_wrap=True)
+    table.add_row(*_cells(width, *HEADINGS), style="dim")
     busy = {row.row: row for row in view.rows}
     shown = [*sorted(busy), *(row for row in range(view.capacity) if row not in busy)][:number]
     for number in sorted(shown):
@@ -142,7 +140,8 @@ def _lane(row: LiveRow, width: int, marks: Marks) -> list[Text]:
     job = plain(row.job) + (f"#{row.choice}" if row.choice else "")
     bar = progress_bar(row, marks)
     phase = Text(row.phase, STYLES[row.phase])
-    tokens = f"{row.prompt_tokens}+{row.generated_tokens}/{row.budget_tokens}"
+    prompt = f"{row.prompt_tokens}+" if width >= NARROW else ""
+    tokens = f"{prompt}{row.generated_tokens}/{row.budget_tokens}"
     rate = f"{row.tokens_per_s:.1f}" if row.tokens_per_s else ""
     cells = (str(row.row), job, plain(row.tenant), row.priority, phase, bar, tokens, rate, duration(row.age_s))
     return _cells(width, *cells)
@@ -160,9 +159,11 @@ def progress_bar(row: LiveRow, marks: Marks) -> Text:
 
 def _cells(width: int, *cells: str | Text) -> list[Text]:
     """A lane's cells, without those that there is no room for."""
-    number, job, tenant, priority, phase, bar, *rest = (Text(cell) if isinstance(cell, str) else cell for cell in cells)
+    texts = [Text(cell) if isinstance(cell, str) else cell for cell in cells]
+    number, job, tenant, priority, phase, bar, tokens, rate, age = texts
     who = [tenant, priority] if width >= WIDE else []
-    return [number, job, *who, phase, *([bar] if width >= MIDDLE else []), *rest]
+    work = [phase, bar] if width >= MIDDLE else [phase]
+    return [number, job, *who, *work, tokens, *([rate] if width >= NARROW else []), age]
 
 
 def _more(view: LiveView, shown: int) -> str:
