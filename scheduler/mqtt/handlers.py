@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from drumline.metrics.definitions import RejectReason
-from drumline.model.errors import DrumlineError, InvalidRequest, SchedulerClosed
+from drumline.model.errors import DrumlineError, InvalidRequest, QueueFull, SchedulerClosed
 from drumline.scheduler.engine import Engine
 from drumline.scheduler.journal.errors import JournalError
 from drumline.scheduler.journal.journal import Journal
@@ -228,6 +228,8 @@ class Handlers:
             return
         elif isinstance(error, QuotaExceeded):
             reason = "quota"
+        elif isinstance(error, QueueFull):  # the journal's: the engine's own queue is waited for
+            reason = "queue_full"
         if reason is not None:
             self._count_rejection(reason)
         logger.info(job_rejected(*key, reason or error_message(error).code, error))

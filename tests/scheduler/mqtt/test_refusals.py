@@ -200,10 +200,10 @@ async def test_a_client_name_that_is_none_is_put_on_record(broker: EmbeddedBroke
 
 
 async def test_a_full_queue_rejects_and_says_how_full(broker: EmbeddedBroker, topics: Topics):
-    gate = Gate()
+    gate, counts = Gate(), Counts()
     options = GatewayOptions(refresh_s=0.02, limits=Limits(unfinished_jobs=2))
     async with (
-        serving(address(broker), topics, gate=gate, rows=1, options=options),
+        serving(address(broker), topics, gate=gate, rows=1, options=options, observer=counts),
         device(address(broker), f"{topics.client('a')}/jobs/#") as this,
     ):
         await this.send(topics.submit("a"), BODY | {"id": "runs"})
@@ -221,6 +221,7 @@ async def test_a_full_queue_rejects_and_says_how_full(broker: EmbeddedBroker, to
         "queued": 2,
     }
     assert [result["token_ids"] for result in results] == [await expected_ids(**BODY)] * 2
+    assert counts.rejections == ["queue_full"]
 
 
 class Faulty:
