@@ -22,6 +22,7 @@ from drumline.scheduler.journal.journal import Journal
 from drumline.scheduler.log import Event
 from drumline.scheduler.mqtt.address import BrokerAddress
 from drumline.scheduler.mqtt.answers import Answers
+from drumline.scheduler.mqtt.clocks import Clocks
 from drumline.scheduler.mqtt.codec import shortened
 from drumline.scheduler.mqtt.connection import (
     BrokerError,
@@ -32,7 +33,7 @@ from drumline.scheduler.mqtt.connection import (
 )
 from drumline.scheduler.mqtt.handlers import MAX_PENDING, Handlers
 from drumline.scheduler.mqtt.home_assistant import discovery
-from drumline.scheduler.mqtt.jobs import Clocks, Jobs, Spawn
+from drumline.scheduler.mqtt.jobs import Jobs, Spawn
 from drumline.scheduler.mqtt.options import GatewayOptions
 from drumline.scheduler.mqtt.outbox import Observer, Outbox
 from drumline.scheduler.mqtt.quotas import Usage

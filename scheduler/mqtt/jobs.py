@@ -7,9 +7,8 @@ with once the broker has confirmed it.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any, Literal, cast
@@ -22,6 +21,7 @@ from drumline.scheduler.journal.journal import Journal
 from drumline.scheduler.journal.records import AcceptedJob, JournaledJob, Terminal
 from drumline.scheduler.log import Event
 from drumline.scheduler.mqtt.answers import Answers
+from drumline.scheduler.mqtt.clocks import Clocks
 from drumline.scheduler.mqtt.codec import JobState, ResultMessage, failed_message, result_message
 from drumline.scheduler.mqtt.job_events import job_ended, job_event
 from drumline.scheduler.mqtt.quotas import Usage
@@ -42,15 +42,6 @@ PAGE = 500
 OnChange = Literal["restart", "fail"]
 """What becomes of a job that was begun under another fingerprint: from its first token, or not at all."""
 Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
-
-
-@dataclass(frozen=True)
-class Clocks:
-    """Injected: seconds of this process, Unix seconds, and a way to wait."""
-
-    monotonic: Callable[[], float]
-    wall: Callable[[], float]
-    sleep: Callable[[float], Awaitable[None]]
 
 
 class Jobs:
@@ -213,10 +204,7 @@ class Jobs:
         if journaled.job.fingerprint != self._engine.fingerprint:
             if running.progress and self._on_change == "fail":
                 self.running[running.key] = running
-                reason = "the model, or what computes it, changed while the job ran"
-                self._spawn_for(
-                    running, partial(self._end, running, failed_message(running.reply.job_id, "changed", reason))
-                )
+                self._spawn_for(running, partial(self._fail_changed, running))
                 return
             self._begun_again += bool(running.progress)
             await self._journal.restart(journaled.number, self._engine.fingerprint)
@@ -337,6 +325,14 @@ class Jobs:
             running.request(self._clocks.monotonic()), reason, running.progress, running.label
         )
         await self._end(running, result_message(running.reply.job_id, result))
+
+    async def _fail_changed(self, running: Running) -> None:
+        """End a job that another model began, whose tokens count for nothing; the engine counts it as failed."""
+        reason, lost = "the model, or what computes it, changed while the job ran", None
+        with suppress(InvalidRequest):  # its prompt may have no place in this model
+            settled = await self._engine.settle(running.request(self._clocks.monotonic()), "error", (), running.label)
+            lost = result_message(running.reply.job_id, settled)
+        await self._end(running, failed_message(running.reply.job_id, "changed", reason, lost))
 
     async def _end(self, running: Running, outcome: ResultMessage) -> None:
         """Write the outcome down, then tell it."""

@@ -151,6 +151,11 @@ async def test_a_drain_leaves_the_rest_to_the_next_worker(broker: EmbeddedBroker
     assert [said(body) for body in bodies] == [expected] * 4
 
 
+def counted(scheduler: Scheduler, outcome: str) -> float | None:
+    labels = {"scheduler": "main", "outcome": outcome}
+    return scheduler.registry.get_sample_value("drumline_requests_total", labels)
+
+
 @pytest.mark.parametrize("policy", ["restart", "fail"])
 async def test_a_job_that_was_begun_with_another_model(
     broker: EmbeddedBroker, topics: Topics, tmp_path: Path, policy: Any
@@ -170,8 +175,11 @@ async def test_a_job_that_was_begun_with_another_model(
 
         with pytest.raises(Killed):
             await first()
-        async with worker(broker, topics, path, on_change=policy):
+        engines: list[Scheduler] = []
+        async with worker(broker, topics, path, on_change=policy, wrap=lambda engine: engines.append(engine) or engine):
             body = await this.body("begun/result")
+            ended = [counted(engines[0], outcome) for outcome in ("completed", "failed")]
+    assert ended == ([0, 1] if policy == "fail" else [1, 0])
     if policy == "fail":
         assert (body["status"], body["error"]["code"]) == ("failed", "changed")
     else:
