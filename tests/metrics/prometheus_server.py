@@ -24,8 +24,9 @@ def prometheus_server(
         yield server
 
 
-def promtool(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run `promtool ARGUMENTS` to its end; skips like the above."""
-    return subprocess.run(
-        [program("promtool"), *map(str, arguments)], capture_output=True, encoding="utf-8", timeout=60, cwd=cwd
-    )
+def promtool(
+    *arguments: str | Path, cwd: Path | None = None, text: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run `promtool ARGUMENTS` to its end, with `text` as its input; skips like the above."""
+    command = [program("promtool"), *map(str, arguments)]
+    return subprocess.run(command, input=text, capture_output=True, encoding="utf-8", timeout=60, cwd=cwd)
