@@ -52,13 +52,18 @@ def _devtools(process: subprocess.Popen[str]) -> str:
     raise OSError(f"{PROGRAM} did not start: {''.join(seen)}")
 
 
+def _new_target(devtools: str) -> str:
+    """Where an empty tab takes calls."""
+    asked = urllib.request.Request(f"http://{devtools}/json/new", method="PUT")
+    with urllib.request.urlopen(asked, timeout=PATIENCE_S) as answer:
+        return str(json.load(answer)["webSocketDebuggerUrl"])
+
+
 @asynccontextmanager
 async def open_tab(devtools: str) -> AsyncIterator["Tab"]:
     """An empty tab of the browser, closed with the block."""
-    asked = urllib.request.Request(f"http://{devtools}/json/new", method="PUT")
-    with urllib.request.urlopen(asked, timeout=PATIENCE_S) as answer:
-        target = json.load(answer)
-    async with connect(target["webSocketDebuggerUrl"], max_size=LARGEST_MESSAGE) as socket:
+    target = await asyncio.to_thread(_new_target, devtools)
+    async with connect(target, max_size=LARGEST_MESSAGE) as socket:
         tab = Tab(socket)
         reading = asyncio.create_task(tab.read())
         try:
@@ -125,10 +130,9 @@ class Tab:
         return told["result"].get("value")
 
     async def until(self, script: str) -> None:
-        """Wait until an expression holds, looked at with each frame; raises `TimeoutError`."""
-        async with asyncio.timeout(PATIENCE_S):
-            while not await self.evaluate(script):
-                await asyncio.sleep(0.02)
+        """Wait until an expression holds, looked at every 20 ms in the page; raises `TimeoutError`."""
+        look = f"new Promise(held => {{ const look = () => {script} ? held() : setTimeout(look, 20); look(); }})"
+        await self.evaluate(look)
 
     async def resize(self, width: int, height: int, *, scale: float = 1.0, phone: bool = False) -> None:
         """The window in CSS pixels, and how many of the picture's pixels are one of them."""
@@ -136,9 +140,10 @@ class Tab:
         await self.call("Emulation.setDeviceMetricsOverride", **settings)
 
     async def prefer(self, colours: str) -> None:
-        """`light` or `dark`."""
-        feature = {"name": "prefers-color-scheme", "value": colours}
-        await self.call("Emulation.setEmulatedMedia", features=[feature])
+        """`light` or `dark`, and nothing that moves: a picture shows no bar on its way."""
+        preferences = {"prefers-color-scheme": colours, "prefers-reduced-motion": "reduce"}
+        features = [{"name": name, "value": value} for name, value in preferences.items()]
+        await self.call("Emulation.setEmulatedMedia", features=features)
 
     async def screenshot(self) -> bytes:
         """The window as PNG."""

@@ -15,7 +15,7 @@ from tests.checkpoints import llama, random_model, save
 from tests.processes import ROOT, run_python
 
 FOLDERS = ("cache_pool", "metrics", "model", "scheduler")
-DATA = {"py.typed", "metrics/alerts.yml", "metrics/dashboards/drumline.json"}
+DATA = {"py.typed", "metrics/alerts.yml", "metrics/dashboards/drumline.json", "scheduler/live.html"}
 FILES = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
 
 

@@ -1,5 +1,6 @@
 """The entry point: help, and errors of one line."""
 
+import itertools
 import socket
 from pathlib import Path
 
@@ -92,6 +93,7 @@ def test_help_of_a_command(cli, command, monkeypatch):
             "--home-assistant-prefix: must not contain",
         ),
         (("serve", "--embedded-broker", "--metrics", "9464"), "--metrics: address '9464': the port is missing"),
+        (("serve", "--embedded-broker", "--http", "9464"), "--http: address '9464': the port is missing"),
         (("serve", "--embedded-broker", "--metrics", "h:x"), "--metrics: address 'h:x'"),
         (
             ("serve", "--embedded-broker", "--log-level", "loud"),
@@ -162,12 +164,14 @@ def test_rows_that_memory_cannot_hold_are_refused_with_the_ledger(cli, tmp_path:
     assert line.startswith("rows: 1024 rows of 2097152 tokens take 549.76 GB of keys and values, ")
 
 
-def test_a_metrics_port_in_use(cli, checkpoint: Path):
+@pytest.mark.parametrize("option", ["--metrics", "--http"])
+def test_a_port_in_use(cli, checkpoint: Path, option):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         where = f"127.0.0.1:{taken.getsockname()[1]}"
-        run = cli("serve", "--model", checkpoint, "--embedded-broker", "--metrics", where)
+        addresses = {"--metrics": "127.0.0.1:0", option: where}
+        run = cli("serve", "--model", checkpoint, "--embedded-broker", *itertools.chain(*addresses.items()))
     assert complaint(run).startswith(f"cannot serve HTTP on {where}: Address already in use")
 
 

@@ -66,8 +66,12 @@ def serve(checkpoint: Path, *options: str) -> tuple[str | Path, ...]:
 
 @pytest.fixture(scope="module")
 def worker(checkpoint: Path) -> Iterator[Worker]:
-    with running_python(*serve(checkpoint, "--rows", "4", "--name", "line-1", "--home-assistant")) as process:
-        yield Worker(process)
+    with running_python(
+        *serve(checkpoint, "--rows", "4", "--name", "line-1", "--home-assistant", "--http", "127.0.0.1:0")
+    ) as process:
+        worker = Worker(process)
+        worker.page = read_until(process, r"page +(http://\S+)/$")[1]
+        yield worker
         process.terminate()
         assert ending(process) == (0, "", ["draining", "stopped"])
 
@@ -120,6 +124,19 @@ def test_the_page_and_the_probes(cli, worker: Worker):
     page = worker.get("/metrics")[1]
     for line in (r'drumline_(ready|healthy){scheduler="line-1"} 1\.0', r"process_open_fds \d", "python_info{.*} 1"):
         assert re.search(f"^{line}", page, re.MULTILINE), line
+
+
+@pytest.mark.parametrize(
+    ("path", "holds"), [("/", "<title>drumline"), ("/live.json", '"capacity":4'), ("/readyz", "true")]
+)
+def test_the_page_for_browsers_stands_where_http_says(worker: Worker, path, holds):
+    with urllib.request.urlopen(worker.page + path, timeout=10) as response:
+        assert holds in response.read().decode()
+
+
+def test_the_view_is_on_the_metrics_port_and_the_page_is_not(worker: Worker):
+    assert json.loads(worker.get("/live.json")[1])["name"] == "line-1"
+    assert worker.get("/")[0] == 404
 
 
 def test_the_page_names_the_last_job_of_a_bucket(cli, worker: Worker):
