@@ -1,6 +1,8 @@
 """`drumline top`: a worker's rows, queue and rates in a terminal."""
 
+import http.client
 import json
+import locale
 import os
 import select
 import signal
@@ -23,7 +25,7 @@ from rich.text import Text
 
 from drumline.model.errors import EngineFailed, InvalidRequest
 from drumline.scheduler.cli import options
-from drumline.scheduler.cli.top_screen import Counters, Marks, screen
+from drumline.scheduler.cli.top_screen import Counters, InAscii, Marks, plain, screen
 from drumline.scheduler.live_view import LiveView
 
 TIMEOUT_S = 5.0
@@ -60,9 +62,14 @@ def top(
         if as_json:
             print(json.dumps(seen.view.model_dump() | {"counters": asdict(seen.counters)}))
         else:
-            console.print(_screen(console, seen, None, Marks.for_encoding(console.encoding)))
+            console.print(_screen(console, seen, None, _marks(console)))
         return
     _watch(console, url, interval)
+
+
+def _marks(console: Console) -> Marks:
+    """Of the output and of the user's locale: in the C locale Python writes UTF-8, which the terminal may not read."""
+    return Marks.for_encoding(console.encoding, locale.getencoding())
 
 
 def look(url: str) -> Seen:
@@ -82,9 +89,18 @@ def _get(url: str) -> bytes:
             return body
     except urllib.error.HTTPError as error:
         with error:
-            raise EngineFailed(f"{url}: {error.code} {error.reason}") from None
-    except (OSError, ValueError) as error:
-        raise EngineFailed(f"{url}: {getattr(error, 'reason', error)}") from None
+            raise EngineFailed(f"{url}: {plain(_told(error))}") from None
+    except (OSError, ValueError, http.client.HTTPException) as error:  # the last: what answers speaks no HTTP
+        reason = getattr(error, "reason", error)
+        raise EngineFailed(f"{url}: {plain(str(reason).strip()) or type(reason).__name__}") from None
+
+
+def _told(error: urllib.error.HTTPError) -> str:
+    """Why not, in the worker's own words where it has any."""
+    try:
+        return "; ".join(map(str, json.loads(error.read())["reasons"]))
+    except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
+        return f"{error.code} {error.reason}"
 
 
 def _counters(page: str, name: str) -> Counters:
@@ -131,7 +147,7 @@ class _Looker(threading.Thread):
 
 def _watch(console: Console, url: str, interval_s: float) -> None:
     """Draw until q, Ctrl-C, SIGTERM or a lost terminal."""
-    marks = Marks.for_encoding(console.encoding)
+    marks = _marks(console)
     with (
         suppress(KeyboardInterrupt),
         _interrupted_by_signals(),
@@ -156,7 +172,8 @@ def _drawn(console: Console, looker: _Looker, url: str, marks: Marks) -> Rendera
         return Text(f"looking at {url}") if seen is None else _screen(console, seen, console.height, marks)
     age_s = time.monotonic() - looker.answered_at
     lost = Text(f"no answer for {age_s:.0f} s from {trouble}", "bold red", no_wrap=True, overflow="ellipsis")
-    return lost if seen is None else Group(lost, _screen(console, seen, console.height - 1, marks))
+    shown = lost if seen is None else Group(lost, _screen(console, seen, console.height - 1, marks))
+    return InAscii.where_needed(shown, marks)
 
 
 def _screen(console: Console, seen: Seen, height: int | None, marks: Marks) -> RenderableType:
@@ -175,6 +192,9 @@ def _keys() -> Iterator[list[int]]:
     keyboard = sys.stdin.fileno()
     before = termios.tcgetattr(keyboard)
     tty.setcbreak(keyboard)
+    single = termios.tcgetattr(keyboard)
+    single[6][termios.VSUSP] = b"\0"  # Ctrl-Z would leave the shell with our screen
+    termios.tcsetattr(keyboard, termios.TCSADRAIN, single)
     try:
         yield [keyboard]
     finally:

@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rich.console import Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -27,6 +28,8 @@ STYLES = {
     "expired": "yellow",
     "rejected": "magenta",
 }
+CUT = "~"
+"""In ASCII, where a text goes on."""
 OTHER_LINES = 12
 """What stands around the lanes and the answers."""
 
@@ -55,11 +58,30 @@ class Marks:
     levels: str
 
     @classmethod
-    def for_encoding(cls, encoding: str) -> "Marks":
-        """Blocks where the terminal takes UTF-8, else ASCII."""
-        if encoding.lower().replace("-", "").startswith("utf"):
+    def for_encoding(cls, *encodings: str) -> "Marks":
+        """Blocks where all of these are UTF-8, else ASCII."""
+        if all(encoding.lower().replace("-", "").startswith("utf") for encoding in encodings):
             return cls("█", "▒", "·", " ▁▂▃▄▅▆▇█")
         return cls("#", "=", ".", " .:-=+*#@")
+
+
+class InAscii:
+    """Something drawn with ASCII alone: of other letters each cell is a `?`."""
+
+    def __init__(self, shown: RenderableType) -> None:
+        self._shown = shown
+
+    @classmethod
+    def where_needed(cls, shown: RenderableType, marks: Marks) -> RenderableType:
+        """As it is for a terminal that has other marks."""
+        return cls(shown) if marks.full.isascii() else shown
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for segment in console.render(self._shown, options):
+            letters = (
+                part if part.isascii() else CUT if part == "…" else "?" * cell_len(part) for part in segment.text
+            )
+            yield segment._replace(text="".join(letters))
 
 
 def screen(view: LiveView, counters: Counters, width: int, height: int | None, marks: Marks) -> RenderableType:
@@ -67,7 +89,7 @@ def screen(view: LiveView, counters: Counters, width: int, height: int | None, m
     room = None if height is None else max(1, height - OTHER_LINES - len(view.troubles))
     lanes = min(view.capacity, room or view.capacity)
     answers = len(view.answers) if room is None else max(0, room - lanes - 2)
-    return Group(
+    shown = Group(
         _head(view),
         *(Text(f"  ! {plain(trouble)}", "bold red") for trouble in view.troubles),
         _flow(view, width, marks),
@@ -80,6 +102,7 @@ def screen(view: LiveView, counters: Counters, width: int, height: int | None, m
         *_totals(counters),
         *_answers(view, answers, width),
     )
+    return InAscii.where_needed(shown, marks)
 
 
 def plain(text: str) -> str:

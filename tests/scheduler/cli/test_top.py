@@ -7,10 +7,12 @@ import json
 import os
 import pty
 import select
+import socket
 import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -26,7 +28,7 @@ from drumline.scheduler.cli.top_screen import Counters, Marks, duration, screen,
 from drumline.scheduler.live_page import live_json
 from drumline.scheduler.live_view import LiveRow, LiveView
 from tests.drive import asking, held, metric
-from tests.processes import CLI
+from tests.processes import CLI, run_python
 from tests.tiny import tiny_model
 
 COUNTERS = Counters({"completed": 3, "failed": 0, "rejected": 2}, {"quota": 2}, 70, 40, 16, 1)
@@ -80,7 +82,16 @@ async def test_no_line_is_longer_than_the_terminal(width: int, marks: Marks):
     assert max(map(len, lines)) <= width
     assert sum("xxx" in line for line in lines) == 8
     if marks is ASCII:
-        assert all(line.replace("…", "").isascii() for line in lines)
+        assert all(line.isascii() for line in lines)
+
+
+async def test_other_alphabets_in_ascii():
+    seen = await view(row(0, job="küche-" + "x" * 80, tenant="日本"), row(1))
+    first, second = [line for line in drawn(seen, 100, None, ASCII) if "decode" in line]
+    assert first.isascii()
+    assert "k?che-xx" in first
+    assert "x~ ????" in first
+    assert first.index("decode") == second.index("decode")
 
 
 @pytest.mark.parametrize("height", [14, 16, 24, 50])
@@ -218,7 +229,7 @@ async def test_a_terminal_is_as_it_was():
         first.resize(20, 60)
         await asyncio.to_thread(first.wait_for, "running")
         os.write(first.ours, b"q")
-        os.write(second.ours, b"\x03")  # Ctrl-C
+        os.write(second.ours, b"\x1a\x03")  # Ctrl-Z, which does nothing, and Ctrl-C
         third.process.terminate()
         codes = await asyncio.gather(*(asyncio.to_thread(terminal.end) for terminal in terminals))
         gate.open()
@@ -245,3 +256,50 @@ def test_another_server_is_no_worker(cli: Callable):
     with Exporter(other, port=0) as exporter:
         run = cli("top", exporter.url, "--once")
     assert (run.code, run.err) == (2, f"drumline: {exporter.url}: what answers there is no drumline worker\n")
+
+
+def test_what_speaks_no_http_is_no_worker(cli: Callable):
+    def greet(server: socket.socket) -> None:
+        client, _ = server.accept()
+        with client:
+            client.recv(1000)
+            client.sendall(b"SSH-2.0-\x1b[2J\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        greeting = threading.Thread(target=greet, args=(server,))
+        greeting.start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        run = cli("top", url, "--once")
+        greeting.join()
+    assert (run.code, run.out, run.err) == (2, "", f"drumline: {url}/live.json: SSH-2.0-·[2J\n")
+
+
+async def test_a_worker_that_hangs_says_so(cli: Callable):
+    async with worker() as (scheduler, _):
+        slow = {"/live.json": live_json(scheduler, patience_s=0.1)}
+        pages = Pages(scheduler.registry, health=scheduler.health, ready=list, pages=slow)
+        with Exporter(pages, port=0) as exporter:
+            asked = asyncio.create_task(asyncio.to_thread(cli, "top", exporter.url, "--once"))
+            while not asked.done():
+                await asyncio.sleep(0)
+                threading.Event().wait(0.5)  # the event loop is held up
+            run = await asked
+    reason = f"{exporter.url}/live.json: the event loop did not answer within 0.1 s"
+    assert (run.code, run.out, run.err) == (2, "", f"drumline: {reason}\n")
+
+
+async def test_a_terminal_without_unicode():
+    """Where the output is said to be ASCII, and where the locale alone says so."""
+    async with worker(rows=1) as (scheduler, url):
+        gate, running = await held(scheduler, tenant="x" * 64)
+        command = (*CLI, "top", url, "--once")
+        runs = await asyncio.gather(
+            asyncio.to_thread(run_python, *command, PYTHONIOENCODING="ascii"),
+            asyncio.to_thread(run_python, *command, LC_ALL="C"),
+        )
+        gate.open()
+        await running.result()
+    for run in runs:
+        assert (run.returncode, run.stderr) == (0, "")
+        assert run.stdout.isascii()
+        assert "xxx~" in run.stdout
