@@ -26,11 +26,15 @@ COLOURS = 128
 """A page of few colours needs no more, and a third of the bytes."""
 LOAD_S = 62.0
 """Before the pictures: the sparklines show a minute."""
-ARRIVALS = 0.7
+ARRIVALS = 1.1
 """Jobs a second, now and then a burst of `BURST`."""
 BURST = 7
-LAST_BURST_S = 0.3
+LAST_BURST_S = 3.0
 """So long before the pictures: some wait then."""
+BUSY = f"""(([...phases], all) => phases.length === all && Number(waiting.textContent) > 0
+  && phases.filter(cell => cell.textContent === 'decode').length > all / 2)
+  (document.querySelectorAll('.lane:not(.free) > :nth-child(5)'), {ROWS})"""
+"""In the page: every row is taken, most of them decode, and some jobs wait."""
 DEVICES = ("kitchen-display", "workshop-radio", "greenhouse", "reading-lamp")
 QUESTIONS = (
     "What is the capital of France?", "Name three herbs for a soup.", "How do I sharpen a chisel?",
@@ -88,7 +92,7 @@ async def _take(broker: int, page: str, devtools: str, folder: Path, colours: st
 
 
 async def _shoot(tab: Tab, file: Path) -> None:
-    await tab.until(f"document.querySelectorAll('.lane:not(.free)').length === {ROWS} && waiting.textContent > 0")
+    await tab.until(BUSY)
     await tab.evaluate("new Promise(drawn => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
     picture = Image.open(io.BytesIO(await tab.screenshot())).convert("RGB")
     picture.quantize(COLOURS, dither=Image.Dither.NONE).save(file, optimize=True)
