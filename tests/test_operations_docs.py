@@ -65,7 +65,8 @@ def test_the_commands_lead_to_a_scraped_worker(tmp_path: Path):
         'while socket.socket().connect_ex(("127.0.0.1", int(sys.argv[1]))): time.sleep(0.05)\' "$1"; }\n'
         f"wait_ready() {{ until curl -sf http://127.0.0.1:{metrics}/readyz; do sleep 0.2; done; }}\n"
         f"ask() {{ curl -sf 'http://127.0.0.1:{prometheus}/api/v1/query' --data-urlencode \"query=$1\"; }}\n"
-        'answered() { for _ in $(seq 150); do ask "$1" | grep -q \'"result":\\[{\' && return; sleep 0.1; done; return 1; }\n'
+        'answered() { for _ in $(seq 150); do ask "$1" | grep -q \'"result":\\[{\' && return; sleep 0.1; done; '
+        "return 1; }\n"
     )
     asked = "answered 'up{job=\"drumline\"} == 1' && answered 'drumline_requests_total{outcome=\"completed\"} == 1'\n"
     whole = f"set -e\ntrap 'kill $(jobs -p)' EXIT\n{waiting}{script}\n{asked}ask 'count(ALERTS)'\necho\necho fine\n"

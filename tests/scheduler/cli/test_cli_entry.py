@@ -66,7 +66,7 @@ def test_help_of_a_command(cli, command, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("top",), "No such command 'top'."),
+        (("solo",), "No such command 'solo'."),
         (("generate", "--nonsense", "1", "hello"), "No such option: --nonsense"),
         (("generate", "--max-tokens", "many", "hello"), "Invalid value for '--max-tokens'"),
         (("generate", "--precision", "float8", "hello"), "Invalid value for '--precision'"),
