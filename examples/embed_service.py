@@ -56,10 +56,10 @@ async def lifespan(
     async with Scheduler(model, registry=registry, name="embedded", **settings) as scheduler:
         pages = Pages(
             registry,
-            health=lambda: [] if scheduler.healthy else ["engine"],
+            health=scheduler.health,
             ready=lambda: [] if scheduler.ready else ["engine"],
         )
-        scheduler.instruments.watch(ready=lambda: scheduler.ready, healthy=lambda: scheduler.healthy)
+        scheduler.instruments.watch(ready=lambda: scheduler.ready, healthy=lambda: not scheduler.health())
         with Exporter(pages, *metrics) as exporter:
             yield Service(scheduler, exporter, answers)
             await scheduler.drain(timeout=DRAIN_S)

@@ -21,8 +21,8 @@ from drumline.scheduler.submit_line import SubmitLine
 
 
 class Intake:
-    """The jobs of a scheduler, from request to end. `check_open` raises where nothing is taken (any more); `changed`
-    is called when the loop has something new to do."""
+    """The jobs of a scheduler, from request to end. `check_open` raises where nothing is taken (any more); `wake`
+    tells the loop that it has something to do, `changed` that what waits is not what it was."""
 
     def __init__(
         self,
@@ -34,10 +34,12 @@ class Intake:
         reporting: Reporting,
         clock: Callable[[], float],
         check_open: Callable[[], None],
+        wake: Callable[[], None],
         changed: Callable[[], None],
     ) -> None:
         self._model, self._config, self._pool, self._queue, self._rows = model, config, pool, queue, rows
-        self._reporting, self._clock, self._check_open, self._changed = reporting, clock, check_open, changed
+        self._reporting, self._clock, self._check_open = reporting, clock, check_open
+        self._wake, self._changed = wake, changed
         self._admission = Admission(model, config.rows)
         self.line = SubmitLine(self._enqueue, clock)
         """Callers who wait for room."""
@@ -137,4 +139,4 @@ class Intake:
 
     def _cancel_asked(self, job: GenerationJob) -> None:
         self._rows.cancel_asked.append(job)
-        self._changed()
+        self._wake()

@@ -3,6 +3,7 @@
 import asyncio
 import re
 from base64 import b64encode
+from collections.abc import Callable
 from concurrent.futures import Future
 from hashlib import sha256
 from http import HTTPStatus
@@ -16,8 +17,16 @@ ANSWER_S = 2.0
 """How long the event loop may take to look; it comes back within milliseconds, however long a step takes."""
 
 
-def live_json(scheduler: Scheduler, *, show_text: bool = False, patience_s: float = ANSWER_S) -> Page:
+def live_json(
+    scheduler: Scheduler,
+    *,
+    show_text: bool = False,
+    patience_s: float = ANSWER_S,
+    draining: Callable[[], bool] = lambda: False,
+) -> Page:
     """`Scheduler.live` as a page; 503 with the reasons where the event loop does not answer in `patience_s`.
+
+    A worker knows that it is `draining` before its scheduler does.
 
     Called on the scheduler's event loop, to which the page comes back from its server's threads.
     """
@@ -30,7 +39,9 @@ def live_json(scheduler: Scheduler, *, show_text: bool = False, patience_s: floa
             if not seen.set_running_or_notify_cancel():
                 return  # too late: nobody waits any more
             try:
-                seen.set_result(scheduler.live(show_text=show_text))
+                view = scheduler.live(show_text=show_text)
+                drains = draining() and view.state == "ready"
+                seen.set_result(view.model_copy(update={"state": "draining"}) if drains else view)
             except Exception as error:
                 seen.set_exception(error)
 

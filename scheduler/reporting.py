@@ -25,6 +25,13 @@ from drumline.scheduler.trace import Trace
 _jobs_log = logging.getLogger("drumline.jobs")
 
 
+def without_text(error: DrumlineError) -> str:
+    """What is wrong, without what may repeat the user's own text: complaints about grammars and messages do."""
+    if not isinstance(error, InvalidRequest):
+        return str(error)
+    return f"{error.field} cannot be used" if error.field.split(".")[0] in ("structured", "messages") else error.limit
+
+
 class Reporting:
     """One verb an event, called on the event loop. Raises `InvalidRequest` for a name that the registry knows."""
 
@@ -124,7 +131,7 @@ class Reporting:
 
     def rejected(self, reason: RejectReason, job_id: str | None = None, error: DrumlineError | None = None) -> None:
         """A request was refused."""
-        _jobs_log.info(Event("job rejected", job=job_id, reason=reason, error=error))
+        _jobs_log.info(Event("job rejected", job=job_id, reason=reason, error=error and without_text(error)))
         self.instruments.rejected(reason)
         self.trace.refused(reason, job_id)
 

@@ -117,6 +117,7 @@ class Scheduler:
         self.instruments.identify(
             version=VERSION, model=model.name, precision=model.precision, backend=self.backend.name
         )
+        self._wake = asyncio.Event()
         self._rows = LiveRows(
             model.config,
             self._pool,
@@ -134,9 +135,9 @@ class Scheduler:
             self._reporting,
             clock,
             self._check_open,
+            self._wake.set,
             self._changed,
         )
-        self._wake = asyncio.Event()
         self._closed = self._draining = False
         self._failure: str | None = None
         self._restarts_left = restarts
@@ -252,9 +253,13 @@ class Scheduler:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._reporting.pulse.stop()
-        await asyncio.get_running_loop().run_in_executor(self._torch, self.trace.stop)
-        self._torch.shutdown()
-        self.instruments.close()
+        recording = self.trace.end()
+        try:
+            if recording is not None:
+                await asyncio.get_running_loop().run_in_executor(self._torch, recording.wait)
+        finally:
+            self._torch.shutdown()
+            self.instruments.close()
 
     def queue_position(self, job_id: str) -> int | None:
         """How many of the waiting jobs came before a queued one; None once it runs or when it is unknown.

@@ -46,34 +46,40 @@ class Trace:
         """Whether events are taken."""
         return self._file is not None and self._file.open
 
-    def start(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
-        """Record into a file, which is made anew.
+    def start(self, path: Path, max_bytes: int = MAX_BYTES) -> TraceFile:
+        """Record into a file, which is made anew; one that is full gives way.
 
         Raises `InvalidRequest` where a recording runs already or the bound is too small, `OSError` for a path that
         cannot be written.
         """
-        if self._file is not None:
+        if self._file is not None and self._file.open:
             raise InvalidRequest("trace", f"is being recorded already, into {self._file.path}")
+        self.end()
         self._file = TraceFile(path, max_bytes)
         _log.info(Event("trace started", path=path, max_bytes=max_bytes))
         self._named.clear()
-        self._seated.clear()
-        self._waiting_since.clear()
         self._events = [_named("process_name", PROCESS, 0, f"drumline {self._worker}")]
         for track, name in ((PHASES, "step phases"), (EVENT_LOOP, "event loop"), (ENDS, "requests ended")):
             self._name(track, name)
+        return self._file
 
-    def stop(self) -> TraceSummary | None:
-        """End the recording, and say what came of it; None where there was none. Waits until all is written."""
-        if self._file is None:
+    def end(self, recording: TraceFile | None = None) -> TraceFile | None:
+        """End the recording, or only that one, without waiting for the disk; its file, None where there was none."""
+        if self._file is None or recording not in (None, self._file):
             return None
         for row in list(self._seated):
             self._occupied(row, time.perf_counter(), "still running")
         self._flush()
         file, self._file = self._file, None
-        summary = file.close()
-        _log.info(Event("trace stopped", **vars(summary)))
-        return summary
+        self._seated.clear()
+        self._waiting_since.clear()
+        file.end()
+        return file
+
+    def stop(self) -> TraceSummary | None:
+        """End the recording, and say what came of it; None where there was none. Waits until all is written."""
+        file = self.end()
+        return None if file is None else file.wait()
 
     def seated(self, row: int, sequence: Sequence, waited_s: float) -> None:
         """A sequence that waited for so long, if it has not waited before, got a row."""

@@ -17,6 +17,8 @@ _log = logging.getLogger("drumline")
 MAX_BYTES = 64 * 2**20
 """Some 400,000 events: 16 rows for about five minutes."""
 LEAST_BYTES = 4096
+MOST_WAITING = 4096
+"""Groups of events that wait for a slow disk; with more the recording ends."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class TraceSummary:
     size_bytes: int
     complete: bool
     """False where the file was full, or could not be written, before the end."""
+    error: str | None = None
+    """Why it could not be written."""
 
     def __str__(self) -> str:
         cut = "" if self.complete else ", cut off"
@@ -47,6 +51,7 @@ class TraceFile:
         """Whether it takes events: False once it is full."""
         self._events = self._bytes = 0
         self._complete = True
+        self._error: str | None = None
         self._groups: SimpleQueue[list[dict[str, Any]] | None] = SimpleQueue()
         self._file = path.open("w", encoding="utf-8")
         self._thread = threading.Thread(target=self._work, name="drumline-trace", daemon=True)
@@ -54,13 +59,26 @@ class TraceFile:
 
     def put(self, events: list[dict[str, Any]]) -> None:
         """Hand events over; never waits."""
+        if self.open and self._groups.qsize() > MOST_WAITING:
+            self._end_early("the disk is too slow")
         self._groups.put(events)
 
-    def close(self) -> TraceSummary:
-        """Write what was put before, and close the file."""
+    def end(self) -> None:
+        """Nothing more comes: what was put before is written, then the file is closed. Does not wait for that."""
         self._groups.put(None)
+
+    def wait(self) -> TraceSummary:
+        """Wait until the file is closed, and say what came of it. Not on an event loop: the disk decides how long."""
         self._thread.join()
-        return TraceSummary(self.path, self._events, self._bytes, self._complete)
+        return self._summary()
+
+    def _summary(self) -> TraceSummary:
+        return TraceSummary(self.path, self._events, self._bytes, self._complete, self._error)
+
+    def _end_early(self, reason: str) -> None:
+        self.open = self._complete = False
+        self._error = reason
+        _log.error(Event("trace failed", path=self.path, error=reason))
 
     def _work(self) -> None:
         try:
@@ -71,8 +89,10 @@ class TraceFile:
                         self._append(events)
                 self._write("\n]\n")
         except OSError as error:
-            self.open = self._complete = False
-            _log.error(Event("trace failed", path=self.path, error=error.strerror))
+            self._end_early(error.strerror or type(error).__name__)
+        except Exception as error:  # an event that JSON cannot hold: a thread that died would leave the queue growing
+            self._end_early(f"{type(error).__name__}: {error}")
+        _log.info(Event("trace stopped", **vars(self._summary())))
 
     def _append(self, events: Iterable[Mapping[str, Any]]) -> None:
         for event in events:

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from drumline.model.errors import EngineFailed
 from drumline.model.language_model import LanguageModel
 from drumline.scheduler.cli import options
 from drumline.scheduler.cli.loop import run_loop
@@ -69,6 +70,8 @@ async def measure(
             statistics = scheduler.statistics()
             if (recorded := scheduler.trace.stop()) is not None:
                 print(recorded, file=sys.stderr)
+    if recorded is not None and not recorded.complete:
+        raise EngineFailed(f"{recorded}: {recorded.error or 'it is full'}")
     return report_of(results, statistics, wall_s)
 
 

@@ -28,15 +28,18 @@ def on_signals(action: Callable[[], object]) -> None:
 
 @contextmanager
 def on_switch(action: Callable[[], object]) -> Iterator[None]:
-    """What SIGUSR2 does while the block runs; nothing where the platform has no such signal."""
-    loop = asyncio.get_running_loop()
-    if sys.platform != "win32":
-        loop.add_signal_handler(signal.SIGUSR2, action)
+    """What SIGUSR2 does while the block runs, and nothing before and after it, where it would end the process."""
+    on_usr2(action)
     try:
         yield
     finally:
-        if sys.platform != "win32":
-            loop.remove_signal_handler(signal.SIGUSR2)
+        on_usr2(int)
+
+
+def on_usr2(action: Callable[[], object]) -> None:
+    """What SIGUSR2 does from now on, on platforms that have it."""
+    if sys.platform != "win32":
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, action)
 
 
 async def in_thread(work: Callable[[], T]) -> T:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +14,7 @@ from drumline.model.errors import EngineFailed, InvalidRequest
 from drumline.model.language_model import LanguageModel
 from drumline.scheduler.cli import logs, options
 from drumline.scheduler.cli.health import Health
-from drumline.scheduler.cli.loop import on_signals, run_loop
+from drumline.scheduler.cli.loop import on_signals, on_usr2, run_loop
 from drumline.scheduler.cli.systemd import telling_systemd
 from drumline.scheduler.cli.tracing import DEFAULT_FOLDER, TraceSettings
 from drumline.scheduler.cli.worker import JournalSettings, Worker, WorkerSettings, run_worker
@@ -136,6 +137,8 @@ def serve(
         show_text=show_text,
         trace=TraceSettings(existing_folder(trace_folder), int(trace_mib * 2**20), trace),
     )
+    if not 0 < stall < math.inf:
+        raise InvalidRequest("--stall", f"must be a number of seconds above 0, not {stall:g}")
     options.use_threads(threads)
     logs.configure(log_level, log_format)
     run_loop(_serve(lambda: options.open_model(model, precision, window), settings))
@@ -168,6 +171,7 @@ async def _serve(load: Callable[[], LanguageModel], settings: WorkerSettings) ->
     stop, task = asyncio.Event(), asyncio.current_task()
     end_at_once = stop.set if task is None else task.cancel
     on_signals(end_at_once)  # nothing runs yet that could be finished
+    on_usr2(lambda: _log.warning(Event("no trace", reason="the worker is starting")))
     health = Health()
     async with telling_systemd(health), run_worker(load, settings, health) as worker:
         on_signals(stop.set)

@@ -3,6 +3,7 @@
 import json
 import urllib.error
 import urllib.request
+from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ import typer
 
 from drumline.model.errors import EngineFailed
 from drumline.scheduler.cli import options
-from drumline.scheduler.cli.tracing import ANSWER_S, LONGEST_S
+from drumline.scheduler.cli.tracing import ANSWER_S, COMPLETE_HEADER, LONGEST_S
 
 TRANSFER_S = 30.0
 
@@ -27,21 +28,24 @@ def trace(
     """
     page = f"{options.worker_url(url)}/trace?seconds={seconds:g}"
     with options.progress_console.status(f"recording {seconds:g} s"):
-        recorded = _post(page, seconds + ANSWER_S + TRANSFER_S)
+        recorded, complete = _post(page, seconds + ANSWER_S + TRANSFER_S)
     output.write_bytes(recorded)
-    print(f"{output}: {len(recorded) / 1024:.0f} KiB; open it at ui.perfetto.dev")
+    cut = "" if complete else ", cut off"
+    print(f"{output}: {len(recorded) / 1024:.0f} KiB{cut}; open it at ui.perfetto.dev")
 
 
-def _post(url: str, timeout_s: float) -> bytes:
-    """The body of the answer; raises `EngineFailed` with what the worker said, or why it said nothing."""
+def _post(url: str, timeout_s: float) -> tuple[bytes, bool]:
+    """The body of the answer, and whether it is a whole recording.
+
+    Raises `EngineFailed` with what the worker said, or why it said nothing.
+    """
     request = urllib.request.Request(url, method="POST")
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as response:
-            body: bytes = response.read()
-            return body
+            return response.read(), response.headers.get(COMPLETE_HEADER) != "no"
     except urllib.error.HTTPError as error:
         raise EngineFailed(f"{url}: {_told(error)}") from None
-    except (urllib.error.URLError, OSError) as error:
+    except (OSError, HTTPException) as error:  # no worker, or one that goes away meanwhile
         raise EngineFailed(f"{url}: {getattr(error, 'reason', error)}") from None
 
 

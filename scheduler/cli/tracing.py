@@ -15,11 +15,13 @@ from drumline.model.errors import InvalidRequest
 from drumline.scheduler.cli.loop import on_switch
 from drumline.scheduler.log import Event
 from drumline.scheduler.trace import Trace
-from drumline.scheduler.trace_file import MAX_BYTES
+from drumline.scheduler.trace_file import MAX_BYTES, TraceFile
 
 _log = logging.getLogger("drumline")
 
 DEFAULT_FOLDER = Path(tempfile.gettempdir())
+COMPLETE_HEADER = "X-Trace-Complete"
+"""`no` where the file was full, or somebody ended the recording, before its time."""
 LONGEST_S = 60.0
 ANSWER_S = 10.0
 """What an event loop that is busy has, beyond the seconds of a recording."""
@@ -53,27 +55,28 @@ class Tracing:
             try:
                 yield
             finally:
-                self._trace.stop()
+                self._trace.end()
 
     def switch(self) -> None:
         """Begin a recording, or end the one that runs; what fails is logged, as nobody waits for it."""
-        if self._trace.stop() is not None:
+        if self._trace.recording:
+            self._trace.end()
             return
         try:
             self._trace.start(self._new_path(), self._settings.max_bytes)
         except OSError as error:
             _log.error(Event("trace failed", path=error.filename, error=error.strerror))
 
-    async def record(self, seconds: float) -> bytes:
-        """The trace of the next seconds. Raises `InvalidRequest` while another recording runs, and `OSError`."""
+    async def record(self, seconds: float) -> tuple[bytes, bool]:
+        """The trace of the next seconds, and whether it is of all of them. Raises `InvalidRequest` while another
+        recording runs, and `OSError`."""
         with tempfile.TemporaryDirectory(prefix="drumline-trace-", dir=self._settings.folder) as folder:
-            path = Path(folder) / "trace.json"
-            self._trace.start(path, self._settings.max_bytes)
+            recording = self._trace.start(Path(folder) / "trace.json", self._settings.max_bytes)
             try:
                 await asyncio.sleep(seconds)
             finally:
-                self._trace.stop()
-            return path.read_bytes()
+                whole = self._trace.end(recording) is not None
+            return await asyncio.to_thread(_read, recording, whole)
 
     def page(self) -> Page:
         """`POST /trace?seconds=5` answers with the trace of these seconds."""
@@ -83,7 +86,8 @@ class Tracing:
         try:
             seconds = _seconds(asked)
             recording = asyncio.run_coroutine_threadsafe(self.record(seconds), self._loop)
-            return Response(recording.result(seconds + ANSWER_S), "application/json")
+            body, whole = recording.result(seconds + ANSWER_S)
+            return Response(body, "application/json", headers=((COMPLETE_HEADER, "yes" if whole else "no"),))
         except InvalidRequest as error:
             busy = error.field == "trace"
             return as_json({"error": str(error)}, HTTPStatus.CONFLICT if busy else HTTPStatus.BAD_REQUEST)
@@ -96,6 +100,13 @@ class Tracing:
     def _new_path(self) -> Path:
         moment = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")
         return self._settings.folder / f"drumline-{self._worker}-{moment}.trace.json"
+
+
+def _read(recording: TraceFile, whole: bool) -> tuple[bytes, bool]:
+    summary = recording.wait()
+    if summary.error is not None:
+        raise OSError(0, summary.error)
+    return summary.path.read_bytes(), whole and summary.complete
 
 
 def _seconds(asked: Asked) -> float:

@@ -115,7 +115,7 @@ async def run_worker(
         stack.enter_context(tracing.switched_by_signal())
         pages.add("/trace", tracing.page())
         for site in served:
-            site.add("/live.json", live_json(scheduler, show_text=settings.show_text))
+            site.add("/live.json", live_json(scheduler, show_text=settings.show_text, draining=lambda: health.draining))
         embedded = None if own_broker is None else await stack.enter_async_context(own_broker)
         address = settings.broker or _address(embedded, settings.protocol)
         health.starting = "the journal is being opened"

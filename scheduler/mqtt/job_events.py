@@ -4,6 +4,7 @@ from drumline.model.errors import DrumlineError, InvalidRequest
 from drumline.scheduler.log import Event
 from drumline.scheduler.mqtt.codec import ResultMessage, parse_submit
 from drumline.scheduler.mqtt.running import Running
+from drumline.scheduler.reporting import without_text
 
 
 def job_event(name: str, running: Running, **fields: object) -> Event:
@@ -34,12 +35,14 @@ def job_ended(running: Running, outcome: ResultMessage, show_text: bool) -> Even
 def job_rejected(client: str, job_id: str | None, reason: str, error: DrumlineError) -> Event:
     """A job, or what should have been one, that was never accepted."""
     field = error.field if isinstance(error, InvalidRequest) else None
-    limit = error.limit if isinstance(error, InvalidRequest) else error
-    return Event("job rejected", job=job_id, client=client, reason=reason, field=field, error=limit)
+    return Event("job rejected", job=job_id, client=client, reason=reason, field=field, error=without_text(error))
 
 
 def _prompt(body: bytes) -> str | None:
-    submit = parse_submit(body, len(body))
+    try:
+        submit = parse_submit(body, len(body))
+    except InvalidRequest:  # an older journal's; what is told of a job must not end it
+        return None
     if submit.messages is None:
         return submit.prompt
     return "\n".join(f"{message.role}: {message.content}" for message in submit.messages)

@@ -140,7 +140,10 @@ def test_mistakes_that_need_no_model(cli, arguments, message):
         (("ledger", "--tokens", "0"), "--tokens: must be at least 1"),
         (("serve", "--embedded-broker", "--metrics", "127.0.0.1:0", *QUIET, "--name", "a/b"), "worker: "),
         (("serve", "--embedded-broker", "--metrics", "127.0.0.1:0", *QUIET, "--rows", "0"), "rows: "),
-        (("serve", "--embedded-broker", "--metrics", "127.0.0.1:0", *QUIET, "--stall", "0"), "stall_s: "),
+        (
+            ("serve", "--embedded-broker", "--metrics", "127.0.0.1:0", *QUIET, "--stall", "0"),
+            "--stall: must be a number of seconds above 0",
+        ),
         (("serve", "--embedded-broker", "--metrics", "256.0.0.1:0"), "cannot serve HTTP on 256.0.0.1:0"),
     ],
 )
