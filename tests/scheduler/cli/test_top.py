@@ -222,18 +222,16 @@ class Terminal:
 
 async def test_a_terminal_is_as_it_was():
     async with worker(rows=4, name="press") as (scheduler, url):
-        gate, running = await held(scheduler, id="running")
+        await (await scheduler.submit(asking(id="answered"))).result()
         terminals = [Terminal(*CLI, "top", url, "--interval", 0.1) for _ in range(3)]
         first, second, third = terminals
-        await asyncio.gather(*(asyncio.to_thread(terminal.wait_for, "running") for terminal in terminals))
+        await asyncio.gather(*(asyncio.to_thread(terminal.wait_for, "answered") for terminal in terminals))
         first.resize(20, 60)
-        await asyncio.to_thread(first.wait_for, "running")
+        await asyncio.to_thread(first.wait_for, "answered")
         os.write(first.ours, b"q")
         os.write(second.ours, b"\x1a\x03")  # Ctrl-Z, which does nothing, and Ctrl-C
         third.process.terminate()
         codes = await asyncio.gather(*(asyncio.to_thread(terminal.end) for terminal in terminals))
-        gate.open()
-        await running.result()
     assert codes == [0, 0, 0]
     for terminal in terminals:
         assert termios.tcgetattr(terminal.theirs) == terminal.before
@@ -291,14 +289,12 @@ async def test_a_worker_that_hangs_says_so(cli: Callable):
 async def test_a_terminal_without_unicode():
     """Where the output is said to be ASCII, and where the locale alone says so."""
     async with worker(rows=1) as (scheduler, url):
-        gate, running = await held(scheduler, tenant="x" * 64)
+        await (await scheduler.submit(asking(id="x" * 64))).result()
         command = (*CLI, "top", url, "--once")
         runs = await asyncio.gather(
             asyncio.to_thread(run_python, *command, PYTHONIOENCODING="ascii"),
             asyncio.to_thread(run_python, *command, LC_ALL="C"),
         )
-        gate.open()
-        await running.result()
     for run in runs:
         assert (run.returncode, run.stderr) == (0, "")
         assert run.stdout.isascii()
