@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from http import HTTPStatus
 from types import FrameType
 from typing import Annotated
 
@@ -78,7 +79,7 @@ def look(url: str) -> Seen:
     try:
         seen = LiveView.from_json(view)
         return Seen(seen, _counters(page.decode(), seen.name))
-    except (InvalidRequest, ValueError):
+    except (InvalidRequest, ValueError, OverflowError):
         raise EngineFailed(f"{url}: what answers there is no drumline worker") from None
 
 
@@ -89,7 +90,10 @@ def _get(url: str) -> bytes:
             return body
     except urllib.error.HTTPError as error:
         with error:
-            raise EngineFailed(f"{url}: {plain(_told(error))}") from None
+            told = _told(error)
+        if error.code == HTTPStatus.NOT_FOUND and url.endswith("/live.json"):
+            _get(f"{url.removesuffix('live.json')}readyz")  # while the worker starts this alone says how far it is
+        raise EngineFailed(f"{url}: {plain(told)}") from None
     except (OSError, ValueError, http.client.HTTPException) as error:  # the last: what answers speaks no HTTP
         reason = getattr(error, "reason", error)
         raise EngineFailed(f"{url}: {plain(str(reason).strip()) or type(reason).__name__}") from None
@@ -104,7 +108,7 @@ def _told(error: urllib.error.HTTPError) -> str:
 
 
 def _counters(page: str, name: str) -> Counters:
-    """Of the scheduler of this name; raises `ValueError` for what is no metrics page."""
+    """Of the scheduler of this name; raises `ValueError` or `OverflowError` for what is no metrics page."""
     values: dict[tuple[str, ...], int] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -12,7 +13,7 @@ from drumline.scheduler.live_view import LiveRow, LiveView, Percentiles
 from drumline.scheduler.policy import PRIORITIES
 
 WIDE, MIDDLE, NARROW = 100, 70, 55
-"""Columns from which lanes show tenant and class, a bar, and the rate."""
+"""Columns from which lanes show tenant and class, a bar, and the rate; the other lines shrink with them."""
 BAR = 16
 HEADINGS = ("row", "request", "tenant", "class", "phase", "", "tokens", "per s", "age")
 STYLES = {
@@ -98,7 +99,7 @@ def screen(view: LiveView, counters: Counters, width: int, height: int | None, m
         *([Text(f"  {_more(view, lanes)}", "dim")] if lanes < view.capacity else []),
         Text(),
         _queue(view),
-        _percentiles(view),
+        _percentiles(view, width),
         *_totals(counters),
         *_answers(view, answers, width),
     )
@@ -113,19 +114,23 @@ def plain(text: str) -> str:
 def _head(view: LiveView) -> Text:
     head = Text(no_wrap=True, overflow="ellipsis")
     head.append(plain(view.name), "bold").append("  ").append(view.state, STYLES[view.state])
-    head.append(f"  {plain(view.model)}  {view.precision} on {view.backend}  up {duration(view.uptime_s)}", "dim")
-    return head
+    served = plain(f"{view.model}  {view.precision} on {view.backend}")
+    return head.append(f"  {served}  up {duration(view.uptime_s)}", "dim")
 
 
 def _flow(view: LiveView, width: int, marks: Marks) -> Text:
     """Tokens a second, now and over the last minute; how full rows and keys and values are."""
     newest = view.generated_by_second[-1] if view.generated_by_second else 0
     prompt = view.prompt_by_second[-1] if view.prompt_by_second else 0
-    line = Text(no_wrap=True, overflow="crop")
-    line.append(f"{newest:>5}", "bold").append(" tokens/s out  ").append(f"{prompt:>5}", "bold").append(" in  ")
-    line.append(sparkline(view.generated_by_second[-max(0, min(60, width - 62)) :], marks), "cyan")
     used = view.kv_tokens / view.kv_capacity_tokens if view.kv_capacity_tokens else 0.0
-    return line.append(f"  rows {len(view.rows)}/{view.capacity}  K/V {used:.0%}")
+    line = Text(no_wrap=True, overflow="ellipsis")
+    line.append(f"{newest:>5}", "bold").append(" tokens/s out  " if width >= NARROW else "/s out  ")
+    line.append(f"{prompt:>5}", "bold").append(" in  ")
+    levels = f"rows {len(view.rows)}/{view.capacity}" + (f"  K/V {used:.0%}" if width >= NARROW else "")
+    seconds = min(len(view.generated_by_second), width - len(line) - len(levels) - 2)
+    if seconds > 0:
+        line.append(f"{sparkline(view.generated_by_second[-seconds:], marks)}  ", "cyan")
+    return line.append(levels)
 
 
 def sparkline(values: Sequence[int], marks: Marks) -> str:
@@ -201,11 +206,13 @@ def _queue(view: LiveView) -> Text:
     return line.append(f"oldest {duration(view.oldest_queued_s)}" if view.oldest_queued_s else "nobody waits", "dim")
 
 
-def _percentiles(view: LiveView) -> Table:
-    table = Table.grid(padding=(0, 2))
-    named = (("first token", view.first_token_s), ("between tokens", view.inter_token_s), ("total", view.total_s))
-    for name, percentiles in named:
-        table.add_row(Text(name, "bold"), *(Text(part) for part in _three(percentiles)))
+def _percentiles(view: LiveView, width: int) -> Table:
+    narrow = width < NARROW
+    table = Table.grid(padding=(0, 1 if narrow else 2))
+    names = ("first", "between", "total") if narrow else ("first token", "between tokens", "total")
+    for name, percentiles in zip(names, (view.first_token_s, view.inter_token_s, view.total_s), strict=True):
+        table.add_row(*(Text(part, no_wrap=True) for part in (name, *_three(percentiles))))
+    table.columns[0].style = "bold"
     return table
 
 
@@ -218,8 +225,9 @@ def _three(percentiles: Percentiles | None) -> Iterable[str]:
 def _totals(counters: Counters) -> Iterable[Text]:
     line = Text("so far   ", "bold", no_wrap=True, overflow="ellipsis")
     for outcome, number in counters.outcomes.items():
-        line.append(f"{outcome} ", STYLES.get(outcome, "red") if number else "dim").append(f"{number}  ", "")
-    reasons = ", ".join(f"{reason} {number}" for reason, number in counters.rejected.items())
+        style = STYLES.get(outcome, "red") if number else "dim"
+        line.append(f"{plain(outcome)} ", style).append(f"{number}  ", "")
+    reasons = ", ".join(f"{plain(reason)} {number}" for reason, number in counters.rejected.items())
     yield line.append(f"({reasons})" if reasons else "", "dim")
     prompt = f"of prompts {counters.computed_tokens} computed, {counters.reused_tokens} reused"
     told = f"{counters.generated_tokens} generated, {prompt}; {counters.preemptions} preemptions"
@@ -229,22 +237,23 @@ def _totals(counters: Counters) -> Iterable[Text]:
 def _answers(view: LiveView, number: int, width: int) -> Iterable[RenderableType]:
     if not number or not view.answers:
         return
+    shown = [True, True, width >= MIDDLE, width >= NARROW, True, True]
     table = Table.grid(padding=(0, 1), expand=True)
     table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-    for columns in (10, 9, 14, 7, 8):
+    for columns in compress((10, 9, 14, 7, 8), shown[1:]):
         table.add_column(width=columns, justify="right" if columns < 9 else "left", no_wrap=True)
-    table.add_row(*map(Text, ("answer", "outcome", "ended", "tokens", "first", "total")), style="dim")
+    headings = ("answer", "outcome", "ended", "tokens", "first", "total")
+    table.add_row(*map(Text, compress(headings, shown)), style="dim")
     for answer in view.answers[:number]:
-        first = "" if answer.first_token_s is None else duration(answer.first_token_s)
-        told = plain(answer.job) + (f"  {plain(answer.text)}" if answer.text else "")
-        table.add_row(
-            Text(told),
+        cells = (
+            Text(plain(answer.job) + (f"  {plain(answer.text)}" if answer.text else "")),
             Text(answer.status, STYLES.get(answer.status, "red")),
             Text(plain(answer.stop_reason)),
             Text(f"{answer.prompt_tokens}+{answer.generated_tokens}"),
-            Text(first),
+            Text("" if answer.first_token_s is None else duration(answer.first_token_s)),
             Text(duration(answer.total_s)),
         )
+        table.add_row(*compress(cells, shown))
     yield Text()
     yield table
 

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter
 from rich.console import Console
 
 from drumline import InvalidRequest, Scheduler
@@ -26,7 +26,7 @@ from drumline.metrics.exporter import Exporter
 from drumline.metrics.pages import Page, Pages, as_json
 from drumline.scheduler.cli.top_screen import Counters, Marks, duration, screen, sparkline
 from drumline.scheduler.live_page import live_json
-from drumline.scheduler.live_view import LiveRow, LiveView
+from drumline.scheduler.live_view import LiveAnswer, LiveRow, LiveView, Percentiles
 from tests.drive import asking, held, metric
 from tests.processes import CLI, run_python
 from tests.tiny import tiny_model
@@ -52,14 +52,23 @@ def row(number: int, **fields: object) -> LiveRow:
     return LiveRow(row=number, **{**usual, **tokens, "tokens_per_s": 12.34, "age_s": 3.2, **fields})
 
 
+def answer(**fields: object) -> LiveAnswer:
+    who = {"job": "answered", "tenant": "press", "priority": "low", "status": "completed", "stop_reason": "budget"}
+    tokens = {"prompt_tokens": 20, "generated_tokens": 11, "text": None}
+    times = {"queued_s": 0.1, "first_token_s": 0.2, "inter_token_s": 0.01, "total_s": 1.4, "ended_ago_s": 3.0}
+    return LiveAnswer(**{**who, **tokens, **times, **fields})
+
+
 async def view(*rows: LiveRow, **fields: object) -> LiveView:
     async with Scheduler(tiny_model(), rows=8) as scheduler:
         return scheduler.live().model_copy(update={"rows": rows, **fields})
 
 
-def drawn(view: LiveView, width: int = 120, height: int | None = None, marks: Marks = UTF8) -> list[str]:
+def drawn(
+    view: LiveView, width: int = 120, height: int | None = None, marks: Marks = UTF8, counters: Counters = COUNTERS
+) -> list[str]:
     console = Console(file=io.StringIO(), width=width, force_terminal=False)
-    console.print(screen(view, COUNTERS, width, height, marks))
+    console.print(screen(view, counters, width, height, marks))
     return console.file.getvalue().splitlines()
 
 
@@ -83,6 +92,22 @@ async def test_no_line_is_longer_than_the_terminal(width: int, marks: Marks):
     assert sum("xxx" in line for line in lines) == 8
     if marks is ASCII:
         assert all(line.isascii() for line in lines)
+
+
+@pytest.mark.parametrize("width", [120, 80, 60, 40])
+async def test_what_matters_stays_at_any_width(width: int):
+    """The newest seconds, the rows in use, each percentile on its line, and whose answer it was."""
+    seconds = (0,) * 55 + (1, 2, 4, 6, 8)
+    times = dict.fromkeys(("first_token_s", "inter_token_s", "total_s"), Percentiles(p50=0.999, p90=59.9, p99=86_340.0))
+    seen = await view(row(0), generated_by_second=seconds, answers=(answer(),), **times)
+    lines = drawn(seen, width)
+    (flow,) = [line for line in lines if "▂▄▆█" in line]
+    assert flow.split()[0].removesuffix("/s") == "8"
+    assert "rows 1/8" in flow
+    assert sum("p50 999 ms" in line and "p90 59.9 s" in line and "p99 23h59m" in line for line in lines) == 3
+    (told,) = [line for line in lines if line.startswith("answered ")]
+    assert told.split()[1] == "completed"
+    assert told.endswith("1.4 s")
 
 
 async def test_other_alphabets_in_ascii():
@@ -109,11 +134,13 @@ async def test_what_does_not_fit_is_counted(height: int):
 
 async def test_nobody_writes_to_the_terminal_through_a_name():
     hostile = "\x1b[2J\x1b]0;owned\x07[bold]me[/bold]\nnext\u202e"
-    seen = await view(row(0, job=hostile, tenant=hostile), model=hostile, troubles=(hostile,))
-    text = "\n".join(drawn(seen, 200))
+    theirs = dict.fromkeys(("name", "model", "precision", "backend"), hostile)
+    answers = (answer(job=hostile, tenant=hostile, stop_reason=hostile, text=hostile),)
+    seen = await view(row(0, job=hostile, tenant=hostile), troubles=(hostile,), answers=answers, **theirs)
+    text = "\n".join(drawn(seen, 200, counters=Counters({hostile: 3}, {hostile: 2}, 70, 40, 16, 1)))
     assert not set("\x1b\x07\u202e") & set(text)
     assert "[bold]me[/bold]·next" in text
-    assert len(drawn(seen, 200)) == len(drawn(await view(row(0), troubles=("a",)), 200))
+    assert len(drawn(seen, 200)) == len(drawn(await view(row(0), troubles=("a",), answers=(answer(),)), 200))
 
 
 def test_a_sparkline_is_as_high_as_its_highest():
@@ -145,7 +172,8 @@ async def test_once_shows_the_true_counts(cli: Callable):
         told = json.loads((await asyncio.to_thread(cli, "top", url, "--once", "--json")).out)
         statistics = scheduler.statistics()
         counted = {name: metric(scheduler, "requests_total", outcome=name) for name in told["counters"]["outcomes"]}
-        generated = metric(scheduler, "generated_tokens_total")
+        tokens = [metric(scheduler, "prompt_tokens_total", source=source) for source in ("computed", "reused")]
+        tokens += [metric(scheduler, "generated_tokens_total"), metric(scheduler, "preemptions_total")]
         gate.open()
         for job in (running, *waiting):
             await job.result()
@@ -154,7 +182,9 @@ async def test_once_shows_the_true_counts(cli: Callable):
         **{"completed": 2, "cancelled": 0, "expired": 0, "failed": 0}, "rejected": 1
     }  # fmt: skip
     assert told["counters"]["rejected"] == {"duplicate_id": 1}
-    assert told["counters"]["generated_tokens"] == generated == 7
+    names = ("computed_tokens", "reused_tokens", "generated_tokens", "preemptions")
+    assert [told["counters"][name] for name in names] == tokens
+    assert tokens[2:] == [7, 0]
     assert [row["job"] for row in told["rows"]] == ["running"]
     assert (len(told["rows"]), told["queued"]) == (statistics.live, {"low": 2, "normal": 0, "high": 0})
     lines = text.out.splitlines()
@@ -254,6 +284,23 @@ def test_another_server_is_no_worker(cli: Callable):
     with Exporter(other, port=0) as exporter:
         run = cli("top", exporter.url, "--once")
     assert (run.code, run.err) == (2, f"drumline: {exporter.url}: what answers there is no drumline worker\n")
+
+
+async def test_a_number_that_no_worker_counts_to_is_no_worker(cli: Callable):
+    registry = CollectorRegistry()
+    Counter("drumline_steps_total", "Too many.", ["scheduler"], registry=registry).labels("main").inc(float("inf"))
+    async with Scheduler(tiny_model()) as scheduler:
+        pages = Pages(registry, health=list, ready=list, pages={"/live.json": live_json(scheduler)})
+        with Exporter(pages, port=0) as exporter:
+            run = await asyncio.to_thread(cli, "top", exporter.url, "--once")
+    assert (run.code, run.err) == (2, f"drumline: {exporter.url}: what answers there is no drumline worker\n")
+
+
+def test_a_worker_that_starts_says_how_far_it_is(cli: Callable):
+    pages = Pages(CollectorRegistry(), health=list, ready=lambda: ["the model is being loaded"])
+    with Exporter(pages, port=0) as exporter:
+        run = cli("top", exporter.url, "--once")
+    assert (run.code, run.out, run.err) == (2, "", f"drumline: {exporter.url}/readyz: the model is being loaded\n")
 
 
 def test_what_speaks_no_http_is_no_worker(cli: Callable):
