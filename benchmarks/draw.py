@@ -1,4 +1,4 @@
-"""The plots: throughput against rows, gaps between tokens against load, quality against precision."""
+"""The plots: throughput and latency against rows, gaps between tokens against load, quality against precision."""
 
 import json
 import math
@@ -91,6 +91,34 @@ def draw_quality(quality: Sequence[Mapping[str, Any]], file: Path) -> Path:
         axes.set_xticks([index + (len(texts) - 1) * width / 2 for index in range(len(precisions))], precisions)
         axes.set_title(title)
         axes.legend()
+    return _save(figure, file)
+
+
+def draw_rows(report: Mapping[str, Any], file: Path) -> Path:
+    """Throughput, gaps and time to first token against rows, a panel each; benchmarks/rows.py's JSON. Lines go through
+    medians, dots are single runs."""
+    panels = (("output tokens a second", "output_tokens_per_s", (None,), 1), ("between tokens, ms", "inter_token_s",
+              ("p50", "p99"), 1000), ("time to first token, s", "ttft_s", ("p50", "p99"), 1))  # fmt: skip
+    counts = [int(rows) for rows in report["runs"]]
+    figure = Figure(figsize=(12, 3.8), layout="constrained")
+    for axes, (title, key, percentiles, factor) in zip(figure.subplots(1, 3), panels, strict=True):
+        for percentile, colour in zip(percentiles, (_COLOURS[OURS], _COLOURS["vllm"]), strict=False):
+            values = [
+                [factor * (run[key][percentile] if percentile else run[key]) for run in runs]
+                for runs in report["runs"].values()
+            ]
+            for taken in zip(*values, strict=True):
+                axes.plot(counts, taken, ".", color=colour, alpha=0.4)
+            axes.plot(counts, [spread(each).median for each in values], "-o", color=colour, label=percentile)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(counts, [str(rows) for rows in counts])
+        axes.set_xlabel("rows")
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.set_title(title)
+        if len(percentiles) > 1:
+            axes.legend()
+    figure.suptitle(f"the same {report['settings']['requests']} requests, queued at once")
     return _save(figure, file)
 
 
