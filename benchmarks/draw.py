@@ -99,13 +99,13 @@ def draw_rows(report: Mapping[str, Any], file: Path) -> Path:
     medians, dots are single runs."""
     panels = (("output tokens a second", "output_tokens_per_s", (None,), 1), ("between tokens, ms", "inter_token_s",
               ("p50", "p99"), 1000), ("time to first token, s", "ttft_s", ("p50", "p99"), 1))  # fmt: skip
-    counts = [int(rows) for rows in report["runs"]]
+    counts = [int(rows) for rows in report["runs"]["rows"]]
     figure = Figure(figsize=(12, 3.8), layout="constrained")
     for axes, (title, key, percentiles, factor) in zip(figure.subplots(1, 3), panels, strict=True):
         for percentile, colour in zip(percentiles, (_COLOURS[OURS], _COLOURS["vllm"]), strict=False):
             values = [
                 [factor * (run[key][percentile] if percentile else run[key]) for run in runs]
-                for runs in report["runs"].values()
+                for runs in report["runs"]["rows"].values()
             ]
             for taken in zip(*values, strict=True):
                 axes.plot(counts, taken, ".", color=colour, alpha=0.4)

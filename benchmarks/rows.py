@@ -1,6 +1,6 @@
-"""What more rows cost and bring: tokens a second, gaps between tokens and time to first token of the same requests.
+"""What more rows, and larger steps, cost and bring: tokens a second, gaps between tokens, time to first token.
 
-chrt -f 10 python -m benchmarks.rows        # writes benchmarks/results/rows.json and docs/images/rows.png, prints a table
+chrt -f 10 python -m benchmarks.rows        # benchmarks/results/rows.json, docs/images/rows.png, and tables
 """
 
 import argparse
@@ -20,8 +20,12 @@ if TYPE_CHECKING:
     from drumline.model.language_model import LanguageModel
 
 Report = dict[str, Any]
+"""What `drumline bench --json` prints."""
+Runs = dict[str, dict[str, list[Report]]]
+"""Reports by what is varied, `rows` or `step_tokens`, and its value."""
 FOLDER = Path(__file__).parent
 ROWS = (1, 2, 4, 8, 16, 32)
+STEP_TOKENS, STEP_ROWS = (256, 128, 64, 32), 16
 REQUESTS = 32
 FIGURES = {
     "tokens/s": ("output_tokens_per_s", None, 1, "{:.0f}"),
@@ -30,36 +34,40 @@ FIGURES = {
     "first token, p50": ("ttft_s", "p50", 1, "{:.1f} s"),
     "p99 of these": ("ttft_s", "p99", 1, "{:.1f} s"),
 }
-"""A column of the table: the keys of `drumline bench --json`, a factor, how it is shown."""
+"""A column of the table: the keys of a report, a factor, how it is shown."""
 
 
-def run_rounds(model: "LanguageModel", requests: "Sequence[Request]", rounds: int) -> dict[str, list[Report]]:
-    """`drumline bench`'s reports by rows. Each round goes through all of them, so that a slow minute hits one run of
-    each and not all runs of one."""
+def run_rounds(model: "LanguageModel", requests: "Sequence[Request]", rounds: int) -> Runs:
+    """Each round goes through all settings, so that a slow minute hits one run of each and not all runs of one."""
     from drumline.scheduler.cli.bench import measure
     from drumline.scheduler.config import EngineSettings
 
-    runs: dict[str, list[Report]] = {str(rows): [] for rows in ROWS}
+    # Random ids have no common prefix; without reuse that needs no belief.
+    by_rows = {rows: EngineSettings(rows=rows, reuse=False) for rows in ROWS}
+    by_step = {tokens: EngineSettings(rows=STEP_ROWS, step_tokens=tokens, reuse=False) for tokens in STEP_TOKENS}
+    sweeps: dict[str, dict[int, EngineSettings]] = {"rows": by_rows, "step_tokens": by_step}
+    runs: Runs = {sweep: {str(value): [] for value in values} for sweep, values in sweeps.items()}
     for _ in range(rounds):
-        for rows in ROWS:
-            # Random ids have no common prefix; without reuse that needs no belief.
-            runs[str(rows)].append(asyncio.run(measure(model, requests, EngineSettings(rows=rows, reuse=False))))
+        for sweep, values in sweeps.items():
+            for value, settings in values.items():
+                runs[sweep][str(value)].append(asyncio.run(measure(model, requests, settings)))
     return runs
 
 
 def median(runs: Sequence[Report], key: str, percentile: str | None) -> float:
-    """Of one figure, over the runs of as many rows."""
-    return statistics.median(run[key][percentile] if percentile else run[key] for run in runs)
+    """Of one figure, over the runs of one setting."""
+    values: list[float] = [run[key][percentile] if percentile else run[key] for run in runs]
+    return statistics.median(values)
 
 
-def table(runs: Mapping[str, Sequence[Report]]) -> str:
+def table(swept: str, runs: Mapping[str, Sequence[Report]]) -> str:
     """The medians, in Markdown."""
-    lines = ["| rows | " + " | ".join(FIGURES) + " |", "|---" * (len(FIGURES) + 1) + "|"]
-    for rows, reports in runs.items():
+    lines = [f"| {swept} | " + " | ".join(FIGURES) + " |", "|---" * (len(FIGURES) + 1) + "|"]
+    for value, reports in runs.items():
         cells = [
             form.format(factor * median(reports, key, percentile)) for key, percentile, factor, form in FIGURES.values()
         ]
-        lines.append(f"| {rows} | " + " | ".join(cells) + " |")
+        lines.append(f"| {value} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -82,7 +90,7 @@ def main() -> None:
     report = {"machine": machine, "settings": settings, "runs": runs}
     given.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     draw_rows(report, given.plot)
-    print(table(runs))
+    print(table("rows", runs["rows"]), table(f"step tokens ({STEP_ROWS} rows)", runs["step_tokens"]), sep="\n\n")
 
 
 if __name__ == "__main__":
