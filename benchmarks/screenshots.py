@@ -7,9 +7,6 @@ import argparse
 import asyncio
 import io
 import random
-import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,6 +15,7 @@ from typing import Any
 from PIL import Image
 
 from benchmarks.browser import Tab, open_tab, running_browser
+from benchmarks.served import served
 from drumline.client import Client
 from drumline.model.errors import DrumlineError
 
@@ -56,22 +54,9 @@ def main() -> None:
 @contextmanager
 def running_worker() -> Iterator[tuple[int, str]]:
     """`drumline serve` of the packaged model: the port of its broker, and where its page is."""
-    command = [sys.executable, "-m", "drumline.scheduler.cli", "serve", "--embedded-broker", "--rows", str(ROWS)]
-    command += ["--metrics", "127.0.0.1:0", "--http", "127.0.0.1:0", "--name", "home", "--drain", "0"]
-    process = subprocess.Popen([*command, "--log-level", "error"], stdout=subprocess.PIPE, encoding="utf-8")
-    try:
-        told = ""
-        for line in process.stdout or ():
-            told += line
-            if match := re.search(r"page +(http://\S+)", line):
-                port = re.search(r"broker +mqtt://[^:]+:(\d+)", told)
-                yield int(port[1]) if port else 0, match[1]
-                break
-        else:
-            raise SystemExit("the worker did not start")
-    finally:
-        process.terminate()
-        process.wait()
+    options = ("--rows", str(ROWS), "--metrics", "127.0.0.1:0", "--http", "127.0.0.1:0", "--name", "home")
+    with served(*options, "--log-level", "error", ready=r"page +(http://\S+)") as (port, page):
+        yield port, page[1]
 
 
 async def _take(broker: int, page: str, devtools: str, folder: Path, colours: str) -> None:

@@ -2,9 +2,6 @@
 
 import asyncio
 import random
-import re
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -14,6 +11,7 @@ from typing import Any
 
 from benchmarks.machine import free_port
 from benchmarks.prometheus import Prometheus, running_prometheus
+from benchmarks.served import served
 from drumline.client import Client
 from drumline.model.errors import DrumlineError
 
@@ -37,8 +35,9 @@ def watched_worker() -> Iterator[tuple[Prometheus, float]]:
     """A worker that has had its two minutes, and the Prometheus that saw them from the given Unix second on."""
     with tempfile.TemporaryDirectory(prefix="drumline-panels-") as name:
         folder, metrics = Path(name), f"127.0.0.1:{free_port()}"
+        options = ("--rows", "16", "--metrics", metrics, "--journal", str(folder / "jobs.db"))
         with (
-            _worker(folder, metrics) as port,
+            served(*options, ready="broker ") as (port, _),
             running_prometheus(folder, [metrics], interval="1s") as server,
         ):
             server.wait_for("drumline_ready == 1")
@@ -46,24 +45,6 @@ def watched_worker() -> Iterator[tuple[Prometheus, float]]:
             asyncio.run(_live(port))
             time.sleep(SETTLE_S)
             yield server, started
-
-
-@contextmanager
-def _worker(folder: Path, metrics: str) -> Iterator[int]:
-    """`drumline serve` with a private broker, whose port is yielded; it ends with the block."""
-    command = [sys.executable, "-m", "drumline.scheduler.cli", "serve", "--embedded-broker", "--rows", "16"]
-    command += ["--metrics", metrics, "--journal", str(folder / "jobs.db"), "--drain", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8")
-    try:
-        for line in process.stdout or ():
-            if match := re.search(r"broker +mqtt://[^:]+:(\d+)", line):
-                yield int(match[1])
-                break
-        else:
-            raise SystemExit("the worker did not start")
-    finally:
-        process.terminate()
-        process.wait()
 
 
 async def _live(port: int) -> None:

@@ -1,5 +1,6 @@
 """Grafana's JSON (schema of version 10 and later): panels of four kinds, laid out in rows of a grid."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -22,7 +23,7 @@ class Query:
 
 
 @dataclass(frozen=True)
-class Panel:
+class Panel(ABC):
     """What all kinds have: queries, a unit of Grafana's (`s`, `percentunit`, `reqps`, …), and a sentence about it.
 
     `thresholds` are values from which a stat has another colour, or lines across a graph; `colours` belong to series by
@@ -53,9 +54,9 @@ class Panel:
             "targets": [self.target(place, query) for place, query in enumerate(self.queries)],
         }
 
+    @abstractmethod
     def parts(self) -> tuple[str, Json, Json]:
         """Type, defaults of its fields, options."""
-        raise NotImplementedError
 
     def target(self, place: int, query: Query) -> Json:
         """A query of the panel."""

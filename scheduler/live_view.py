@@ -1,23 +1,19 @@
 """What a scheduler looks like now: the JSON behind `drumline top` and the live page. A picture, not an account: counts
 that must add up are on the metrics page."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Literal
 
-import numpy as np
 from pydantic import ConfigDict
 
 from drumline.cache_pool.pool import CachePool
 from drumline.metrics.definitions import Priority
 from drumline.model.validated import Validated
-from drumline.scheduler.recent import Recent, RecentAnswer
 from drumline.scheduler.request import Status
 from drumline.scheduler.sequence import Sequence
 
 RATE_TOKENS = 16
 """A row's rate is that of its newest tokens, so many of them."""
-MOST_ANSWERS = 20
-"""Answers that a view shows; its percentiles are of all that are remembered."""
 
 State = Literal["ready", "starting", "draining", "failed"]
 RowPhase = Literal["prefill", "shares a prefix", "decode"]
@@ -62,6 +58,7 @@ class LiveAnswer(_Told):
     queued_s: float
     first_token_s: float | None
     inter_token_s: float | None
+    """Mean time between its tokens; None where there were fewer than two."""
     total_s: float
     ended_ago_s: float
     text: str | None
@@ -134,35 +131,3 @@ def _row(row: int, sequence: Sequence, pool: CachePool, now: float) -> LiveRow:
 def _rate(times_s: list[float]) -> float:
     """Tokens a second between the first and the last of these moments."""
     return (len(times_s) - 1) / (times_s[-1] - times_s[0]) if len(times_s) > 1 and times_s[-1] > times_s[0] else 0.0
-
-
-def answers_view(recent: Recent, now: float, show_text: bool) -> tuple[LiveAnswer, ...]:
-    """The newest answers, the newest first."""
-    newest = list(recent.answers)[: -MOST_ANSWERS - 1 : -1]
-    return tuple(
-        LiveAnswer(
-            job=answer.job,
-            tenant=answer.tenant,
-            priority=answer.priority,
-            status=answer.status,
-            stop_reason=answer.stop_reason,
-            prompt_tokens=answer.prompt_tokens,
-            generated_tokens=answer.generated_tokens,
-            queued_s=answer.queued_s,
-            first_token_s=answer.first_token_s,
-            inter_token_s=answer.inter_token_s,
-            total_s=answer.total_s,
-            ended_ago_s=now - answer.ended_at,
-            text=answer.text if show_text else None,
-        )
-        for answer in newest
-    )
-
-
-def percentiles(recent: Recent, value: Callable[[RecentAnswer], float | None]) -> Percentiles | None:
-    """Of one value of the answers remembered; None where no answer has it."""
-    values = [given for given in map(value, recent.answers) if given is not None]
-    if not values:
-        return None
-    p50, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()
-    return Percentiles(p50=p50, p90=p90, p99=p99)

@@ -2,38 +2,18 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
-from drumline.metrics.definitions import Priority
-from drumline.model.stop_reason import StopReason
+import numpy as np
+
 from drumline.scheduler.job import GenerationJob
-from drumline.scheduler.request import Result, Status
+from drumline.scheduler.live_view import LiveAnswer, Percentiles
+from drumline.scheduler.request import Result
 
 SECONDS = 60
 ANSWERS = 256
+MOST_SHOWN = 20
+"""Answers that a view shows; its percentiles are of all that are remembered."""
 TEXT_LENGTH = 160
-
-
-@dataclass(frozen=True)
-class RecentAnswer:
-    """How a job went; times in seconds from its submit."""
-
-    job: str
-    tenant: str
-    priority: Priority
-    status: Status
-    stop_reason: StopReason
-    prompt_tokens: int
-    generated_tokens: int
-    queued_s: float
-    first_token_s: float | None
-    inter_token_s: float | None
-    """Mean time between its tokens; None where there were fewer than two."""
-    total_s: float
-    ended_at: float
-    """On the scheduler's clock."""
-    text: str
-    """How the answer begins."""
 
 
 class Recent:
@@ -41,8 +21,8 @@ class Recent:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self.answers: deque[RecentAnswer] = deque(maxlen=ANSWERS)
-        """The newest last."""
+        self.answers: deque[tuple[float, LiveAnswer]] = deque(maxlen=ANSWERS)
+        """When each ended, on the scheduler's clock, and how; the newest last."""
         self._seconds: deque[tuple[int, int, int]] = deque(maxlen=SECONDS + 1)
 
     def tokens(self, prompt: int, generated: int) -> None:
@@ -69,20 +49,35 @@ class Recent:
         """A job has its result."""
         timings, usage = result.timings, result.usage
         times_s = result.choices[0].token_times_s
-        self.answers.append(
-            RecentAnswer(
-                job=job.label,
-                tenant=job.request.tenant,
-                priority=job.request.priority,
-                status=result.status,
-                stop_reason=result.stop_reason,
-                prompt_tokens=usage.prompt_tokens,
-                generated_tokens=usage.generated_tokens,
-                queued_s=timings.queued_s,
-                first_token_s=timings.first_token_s,
-                inter_token_s=(times_s[-1] - times_s[0]) / (len(times_s) - 1) if len(times_s) > 1 else None,
-                total_s=timings.total_s,
-                ended_at=self._clock(),
-                text=result.text[:TEXT_LENGTH],
-            )
+        answer = LiveAnswer(
+            job=job.label,
+            tenant=job.request.tenant,
+            priority=job.request.priority,
+            status=result.status,
+            stop_reason=result.stop_reason,
+            prompt_tokens=usage.prompt_tokens,
+            generated_tokens=usage.generated_tokens,
+            queued_s=timings.queued_s,
+            first_token_s=timings.first_token_s,
+            inter_token_s=(times_s[-1] - times_s[0]) / (len(times_s) - 1) if len(times_s) > 1 else None,
+            total_s=timings.total_s,
+            ended_ago_s=0.0,
+            text=result.text[:TEXT_LENGTH],
         )
+        self.answers.append((self._clock(), answer))
+
+    def newest(self, show_text: bool) -> tuple[LiveAnswer, ...]:
+        """Answers as they are shown now, the newest first."""
+        now = self._clock()
+        return tuple(
+            answer.model_copy(update={"ended_ago_s": now - at, "text": answer.text if show_text else None})
+            for at, answer in list(self.answers)[: -MOST_SHOWN - 1 : -1]
+        )
+
+    def percentiles(self, value: Callable[[LiveAnswer], float | None]) -> Percentiles | None:
+        """Of one value of the answers remembered; None where no answer has it."""
+        values = [given for _, answer in self.answers if (given := value(answer)) is not None]
+        if not values:
+            return None
+        p50, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()
+        return Percentiles(p50=p50, p90=p90, p99=p99)

@@ -26,7 +26,7 @@ from drumline.scheduler.engine import Statistics
 from drumline.scheduler.intake import Intake
 from drumline.scheduler.job import GenerationJob
 from drumline.scheduler.live_rows import LiveRows
-from drumline.scheduler.live_view import LiveView, answers_view, live_rows, percentiles
+from drumline.scheduler.live_view import LiveView, live_rows
 from drumline.scheduler.log import Event
 from drumline.scheduler.pins import Pin, pin_prompt
 from drumline.scheduler.plan import plan_step
@@ -310,10 +310,10 @@ class Scheduler:
             prompt_by_second=recent.prompt_by_second(),
             finished=self._reporting.totals.finished,
             steps=self._reporting.totals.steps,
-            first_token_s=percentiles(recent, lambda answer: answer.first_token_s),
-            inter_token_s=percentiles(recent, lambda answer: answer.inter_token_s),
-            total_s=percentiles(recent, lambda answer: answer.total_s),
-            answers=answers_view(recent, now, show_text),
+            first_token_s=recent.percentiles(lambda answer: answer.first_token_s),
+            inter_token_s=recent.percentiles(lambda answer: answer.inter_token_s),
+            total_s=recent.percentiles(lambda answer: answer.total_s),
+            answers=recent.newest(show_text),
         )
 
     def check_integrity(self) -> None:

@@ -1,15 +1,20 @@
-"""Programs of ours as processes of their own: run to the end, or left running while a test talks to them."""
+"""Programs of ours as processes of their own: run to the end, or left running while a test talks to them; and where the
+programs of others are."""
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 PATIENCE_S = 60.0
+SBIN = "/usr/sbin:/usr/local/sbin"
 CLI = ("-m", "drumline.scheduler.cli")
 # A tiny model gains nothing from a second thread, and a user's terminal settings are no part of a test.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "FORCE_COLOR")}
@@ -65,3 +70,13 @@ def finish(process: subprocess.Popen[str], timeout: float = PATIENCE_S) -> tuple
     """Wait for the end: exit code, and what is left of stdout and stderr."""
     out, err = process.communicate(timeout=timeout)
     return process.returncode, out, err
+
+
+def program(name: str) -> str:
+    """Where it is; skips the test where it is missing, unless CI says that it must be there."""
+    found = shutil.which(name, path=f"{os.environ.get('PATH', '')}:{SBIN}")
+    if found is not None:
+        return found
+    if os.environ.get("DRUMLINE_REQUIRE_EXTERNAL") == "1":
+        pytest.fail(f"{name} is not installed")
+    pytest.skip(f"{name} is not installed")

@@ -11,8 +11,8 @@ import pytest
 from drumline.scheduler.mqtt.address import BrokerAddress
 from drumline.scheduler.mqtt.contract import addresses
 from drumline.scheduler.mqtt.topics import Topics
-from tests.processes import ROOT
-from tests.scheduler.mqtt.brokers import free_port, mosquitto, program
+from tests.processes import ROOT, program
+from tests.scheduler.mqtt.brokers import free_port, mosquitto
 from tests.scheduler.mqtt.support import serving
 from tests.tiny import tiny_model
 

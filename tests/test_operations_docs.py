@@ -14,8 +14,8 @@ import yaml
 
 from drumline.model.registry import packaged_model
 from tests.metrics.prometheus_server import Prometheus
-from tests.metrics.scraping import http, program
-from tests.processes import ENVIRONMENT, ROOT
+from tests.metrics.scraping import http
+from tests.processes import ENVIRONMENT, ROOT, program
 from tests.scheduler.mqtt.brokers import free_port
 
 DOCUMENT = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")

@@ -1,6 +1,5 @@
 """`drumline top`: a worker's rows, queue and rates in a terminal."""
 
-import http.client
 import json
 import locale
 import os
@@ -9,12 +8,9 @@ import signal
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from http import HTTPStatus
 from types import FrameType
 from typing import Annotated
 
@@ -26,7 +22,8 @@ from rich.text import Text
 
 from drumline.model.errors import EngineFailed, InvalidRequest
 from drumline.scheduler.cli import options
-from drumline.scheduler.cli.top_screen import Counters, InAscii, Marks, plain, screen
+from drumline.scheduler.cli.ask import NotThere, ask
+from drumline.scheduler.cli.top_screen import Counters, InAscii, Marks, screen
 from drumline.scheduler.live_view import LiveView
 
 TIMEOUT_S = 5.0
@@ -75,36 +72,17 @@ def _marks(console: Console) -> Marks:
 
 def look(url: str) -> Seen:
     """Ask a worker how it is; raises `EngineFailed` with the reason where it does not say."""
-    view, page = _get(f"{url}/live.json"), _get(f"{url}/metrics")
+    try:
+        view, _ = ask(f"{url}/live.json", TIMEOUT_S)
+    except NotThere:
+        ask(f"{url}/readyz", TIMEOUT_S)  # while the worker starts this alone says how far it is
+        raise
+    page, _ = ask(f"{url}/metrics", TIMEOUT_S)
     try:
         seen = LiveView.from_json(view)
         return Seen(seen, _counters(page.decode(), seen.name))
     except (InvalidRequest, ValueError, OverflowError):
         raise EngineFailed(f"{url}: what answers there is no drumline worker") from None
-
-
-def _get(url: str) -> bytes:
-    try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:
-            body: bytes = response.read()
-            return body
-    except urllib.error.HTTPError as error:
-        with error:
-            told = _told(error)
-        if error.code == HTTPStatus.NOT_FOUND and url.endswith("/live.json"):
-            _get(f"{url.removesuffix('live.json')}readyz")  # while the worker starts this alone says how far it is
-        raise EngineFailed(f"{url}: {plain(told)}") from None
-    except (OSError, ValueError, http.client.HTTPException) as error:  # the last: what answers speaks no HTTP
-        reason = getattr(error, "reason", error)
-        raise EngineFailed(f"{url}: {plain(str(reason).strip()) or type(reason).__name__}") from None
-
-
-def _told(error: urllib.error.HTTPError) -> str:
-    """Why not, in the worker's own words where it has any."""
-    try:
-        return "; ".join(map(str, json.loads(error.read())["reasons"]))
-    except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
-        return f"{error.code} {error.reason}"
 
 
 def _counters(page: str, name: str) -> Counters:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from drumline.scheduler.mqtt.address import BrokerAddress
-from tests.processes import ENVIRONMENT, ROOT
-from tests.scheduler.mqtt.brokers import answers, free_port, program
+from tests.processes import ENVIRONMENT, ROOT, program
+from tests.scheduler.mqtt.brokers import answers, free_port
 
 PATIENCE_S = 60.0
 

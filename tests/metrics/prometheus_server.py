@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.prometheus import Prometheus, PrometheusError, Series, running_prometheus
-from tests.scheduler.mqtt.brokers import program
+from tests.processes import program
 
 __all__ = ["Prometheus", "PrometheusError", "Series", "prometheus_server", "promtool"]
 

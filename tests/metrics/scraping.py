@@ -1,12 +1,9 @@
 """A client of the metrics page, and a registry with something to tell."""
 
-import os
-import shutil
 import urllib.error
 import urllib.request
 from http.client import HTTPMessage
 
-import pytest
 from prometheus_client import CollectorRegistry
 
 from drumline.metrics.instruments import Instruments
@@ -34,13 +31,3 @@ def busy(registry: CollectorRegistry, name: str) -> Instruments:
     instruments.request_done("completed", 0.1, 0.2, 1.5, 11, 5, f"{name}-1")
     instruments.prompt_computed(11)
     return instruments
-
-
-def program(name: str) -> str:
-    """Where it is; skips the test where it is missing, unless CI says that it must be there."""
-    found = shutil.which(name)
-    if found is not None:
-        return found
-    if os.environ.get("DRUMLINE_REQUIRE_EXTERNAL") == "1":
-        pytest.fail(f"{name} is not installed and DRUMLINE_REQUIRE_EXTERNAL=1 requires it")
-    pytest.skip(f"{name} is not installed (Debian package prometheus)")

@@ -2,12 +2,9 @@
 
 import json
 import re
-import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from urllib.parse import urlencode
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,12 +13,12 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.samples import Exemplar
 
-from benchmarks.machine import free_port
 from drumline.metrics.definitions import HISTOGRAMS
 from drumline.metrics.exporter import Exporter
 from drumline.metrics.instruments import Instruments
 from drumline.metrics.pages import Pages
-from tests.metrics.scraping import OPENMETRICS, busy, http, program
+from tests.metrics.prometheus_server import Prometheus, prometheus_server
+from tests.metrics.scraping import OPENMETRICS, busy
 
 PATIENCE_S = 30.0
 SHOWN = {name for name, of in HISTOGRAMS.items() if of.exemplars}
@@ -108,50 +105,27 @@ def test_what_would_need_an_escape_is_no_exemplar(registry: CollectorRegistry, j
     assert [of.labels for of in exemplars(registry).values()] == [{"job_id": job_id}] * shown
 
 
-@contextmanager
-def prometheus(folder: Path, target: Exporter) -> Iterator[str]:
-    """The URL of a Prometheus that scrapes `target` ten times a second."""
-    port = free_port()
-    config = folder / "prometheus.yml"
-    job = {"job_name": "drumline", "static_configs": [{"targets": [f"{target.host}:{target.port}"]}]}
-    config.write_text(json.dumps({"global": {"scrape_interval": "100ms"}, "scrape_configs": [job]}))
-    command = (
-        *(program("prometheus"), f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"),
-        *(f"--web.listen-address=127.0.0.1:{port}", "--enable-feature=exemplar-storage", "--log.level=warn"),
-    )
-    with (folder / "prometheus.log").open("wb") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()
-
-
-def asked(url: str, **query: object) -> list[dict[str, object]]:
-    """What the query API answers once it has something to answer."""
+def stored(server: Prometheus, **query: object) -> list[dict[str, Any]]:
+    """What Prometheus keeps, once it keeps some."""
     until = time.monotonic() + PATIENCE_S
     while time.monotonic() < until:
-        try:
-            answer = json.loads(http(f"{url}?{urlencode(query)}")[2])
-            if answer.get("data"):
-                return answer["data"]
-        except (OSError, json.JSONDecodeError):
-            pass  # it is not up yet
+        if found := server.get("query_exemplars", **{name: str(value) for name, value in query.items()}):
+            return found
         time.sleep(0.05)
-    raise AssertionError(f"{url} had no answer")
+    raise AssertionError("no exemplar was stored")
 
 
 def test_prometheus_stores_them(registry: CollectorRegistry, tmp_path: Path) -> None:
     busy(registry, "main")
     begun = time.time()
-    with Exporter(pages(registry), port=0) as exporter, prometheus(tmp_path, exporter) as url:
+    with (
+        Exporter(pages(registry), port=0) as exporter,
+        prometheus_server(tmp_path, f"{exporter.host}:{exporter.port}") as server,
+    ):
         query = {"query": '{__name__=~"drumline_.*_bucket"}', "start": begun - 60, "end": begun + 3600}
-        found = {
-            series["seriesLabels"]["__name__"]: series["exemplars"][0]
-            for series in asked(f"{url}/api/v1/query_exemplars", **query)
-        }
+        found = {series["seriesLabels"]["__name__"]: series["exemplars"][0] for series in stored(server, **query)}
+        said = (tmp_path / "prometheus.log").read_text()
     assert found.keys() == {f"drumline_{name}_bucket" for name in SHOWN}
     assert {json.dumps(of["labels"]) for of in found.values()} == {'{"job_id": "main-1"}'}
     assert float(found["drumline_request_seconds_bucket"]["value"]) == 1.5
-    assert not re.search("level=(warn|error)", (tmp_path / "prometheus.log").read_text())
+    assert not re.search("level=(warn|error)", said)

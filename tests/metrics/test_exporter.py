@@ -16,7 +16,8 @@ from prometheus_client.registry import Collector
 from drumline.metrics.exporter import Exporter, parse_address
 from drumline.metrics.pages import Page, Pages, as_json
 from drumline.metrics.process import register_process
-from tests.metrics.scraping import OPENMETRICS, busy, http, program
+from tests.metrics.scraping import OPENMETRICS, busy, http
+from tests.processes import program
 
 
 def well() -> list[str]:

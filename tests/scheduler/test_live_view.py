@@ -3,8 +3,8 @@
 import pytest
 
 from drumline import Request, Scheduler
-from drumline.scheduler.live_view import MOST_ANSWERS, LiveView
-from drumline.scheduler.recent import ANSWERS, SECONDS, Recent
+from drumline.scheduler.live_view import LiveView
+from drumline.scheduler.recent import ANSWERS, MOST_SHOWN, SECONDS, Recent
 from tests.drive import Gate, asking, held, until
 from tests.tiny import tiny_model
 
@@ -63,14 +63,14 @@ async def test_answers_the_newest_first_with_text_where_it_is_asked_for():
         cancelled.cancel()
         await cancelled.result()
         view, shown = scheduler.live(), scheduler.live(show_text=True)
-    assert [answer.job for answer in view.answers] == [cancelled.id, *(r.id for r in results[:-MOST_ANSWERS:-1])]
+    assert [answer.job for answer in view.answers] == [cancelled.id, *(r.id for r in results[:-MOST_SHOWN:-1])]
     assert (view.answers[0].status, view.answers[0].first_token_s) == ("cancelled", None)
     newest = view.answers[1]
     assert (newest.status, newest.stop_reason) == ("completed", "budget")
     assert newest.generated_tokens == results[-1].usage.generated_tokens
     assert newest.total_s == results[-1].timings.total_s
     assert {answer.text for answer in view.answers} == {None}
-    assert [answer.text for answer in shown.answers[1:]] == [r.text for r in results[:-MOST_ANSWERS:-1]]
+    assert [answer.text for answer in shown.answers[1:]] == [r.text for r in results[:-MOST_SHOWN:-1]]
     assert view.finished == 31
     firsts = [result.timings.first_token_s for result in results]
     assert min(firsts) <= view.first_token_s.p50 <= view.first_token_s.p90 <= view.first_token_s.p99 <= max(firsts)
@@ -114,6 +114,6 @@ async def test_what_is_remembered_is_bounded():
         for _ in range(ANSWERS + 10):
             await (await scheduler.submit(asking(tokens=0))).result()
         view = scheduler.live()
-        assert (len(scheduler._reporting.recent.answers), len(view.answers)) == (ANSWERS, MOST_ANSWERS)
+        assert (len(scheduler._reporting.recent.answers), len(view.answers)) == (ANSWERS, MOST_SHOWN)
         assert view.finished == ANSWERS + 10
         assert view.inter_token_s is None

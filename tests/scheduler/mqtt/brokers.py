@@ -2,31 +2,18 @@
 
 import asyncio
 import os
-import shutil
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 from benchmarks.machine import free_port
 from drumline.scheduler.mqtt.address import BrokerAddress, Tls
+from tests.processes import program
 from tests.scheduler.mqtt.support import PATIENCE_S
 
-SBIN = "/usr/sbin:/usr/local/sbin"
 PASSWORD = "drum-and-bass-9"
-
-
-def program(name: str) -> str:
-    """Where it is; skips the test where it is missing, unless CI says that it must be there."""
-    found = shutil.which(name, path=f"{os.environ.get('PATH', '')}:{SBIN}")
-    if found is not None:
-        return found
-    if os.environ.get("DRUMLINE_REQUIRE_EXTERNAL") == "1":
-        pytest.fail(f"{name} is not installed")
-    pytest.skip(f"{name} is not installed")
 
 
 @asynccontextmanager

@@ -8,7 +8,8 @@ import pytest
 from drumline import InvalidRequest
 from drumline.scheduler.mqtt.address import BrokerAddress, Tls, parse_broker_url, with_credentials
 from drumline.scheduler.mqtt.connection import ConnectOptions
-from tests.scheduler.mqtt.brokers import Authority, program
+from tests.processes import program
+from tests.scheduler.mqtt.brokers import Authority
 
 HOME = BrokerAddress("home", username="me")
 
