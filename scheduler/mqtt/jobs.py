@@ -241,13 +241,13 @@ class Jobs:
             if running is None:
                 await self._changed.wait()
                 continue
-            running.submitting = asyncio.ensure_future(self._submit(running))
+            submitting = running.set_out(self._submit(running))
             leaving = asyncio.ensure_future(self._until(lambda: self._leaving))
             try:
-                await asyncio.wait([running.submitting, leaving], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([submitting, leaving], return_when=asyncio.FIRST_COMPLETED)
             finally:
                 leaving.cancel()
-                submitting, running.submitting = running.submitting, None
+                running.submitting = None
                 if not submitting.done():
                     submitting.cancel()
             self._submitted(running, submitting)

@@ -1,8 +1,9 @@
 """One job of a device, from its arrival to its terminal message."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 from drumline.scheduler.engine import Job
 from drumline.scheduler.journal.records import JournaledJob
@@ -72,6 +73,13 @@ class Running:
         """What the engine is to run: the seed and the time that are left to it are those that it was accepted with."""
         left_s = None if self.expires_at is None else max(self.expires_at - now, SOON_S)
         return parse_submit(self.body, len(self.body)).request(self.reply.client, left_s).with_seed(self.seed)
+
+    def set_out(self, submit: Coroutine[Any, Any, Job]) -> "asyncio.Task[Job]":
+        """Send it to the engine. Who waits for that acts on an error; where the worker ends meanwhile nobody does, and
+        asyncio is not to complain of that."""
+        self.submitting = asyncio.ensure_future(submit)
+        self.submitting.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return self.submitting
 
     def cancel(self) -> None:
         """Stop it, wherever it is in the engine or on its way there."""

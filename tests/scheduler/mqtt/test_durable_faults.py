@@ -1,6 +1,7 @@
 """What breaks under a worker with a journal: a job's trouble is its own, and what cannot be done is left, not lost."""
 
 import asyncio
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,7 @@ async def test_a_journal_that_cannot_be_read_once(broker: EmbeddedBroker, topics
 
 
 async def test_an_engine_that_breaks_takes_no_waiting_job_with_it(
-    broker: EmbeddedBroker, topics: Topics, tmp_path: Path
+    broker: EmbeddedBroker, topics: Topics, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     """Those in its rows fail, one of them may be the reason; the worker ends and the next one finishes the others."""
     path, gate = tmp_path / "journal", Gate()
@@ -131,6 +132,9 @@ async def test_an_engine_that_breaks_takes_no_waiting_job_with_it(
         with pytest.raises(ExceptionGroup) as told:
             await first()
         assert "out of memory" in str(told.value.exceptions[0])
+        del told
+        gc.collect()
+        assert "never retrieved" not in caplog.text  # the job on its way to the engine hears of its end, too
         async with worker(broker, topics, path):
             bodies = {}
             while len(bodies) < len(names):
