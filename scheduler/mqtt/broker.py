@@ -17,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
+import psutil
+
 from drumline.scheduler.mqtt.connection import BrokerError
 
 BrokerKind = Literal["mosquitto", "iotcore"]
@@ -24,6 +26,8 @@ BrokerKind = Literal["mosquitto", "iotcore"]
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 15.0
 STOP_TIMEOUT_S = 5.0
+LINGER_S = 2.0
+"""How long clients may go on reading. They have no sign that all was read, so who stays connected is waited for."""
 POLL_S = 0.02
 WATCH_S = 0.5
 PORT_RACES = 3
@@ -87,7 +91,25 @@ class EmbeddedBroker:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._clean_up()
+        try:
+            if error is None:
+                await self._let_clients_read()
+        finally:
+            await self._clean_up()
+
+    async def _let_clients_read(self) -> None:
+        """Wait until nobody is connected, for `LINGER_S` at most.
+
+        A client that confirms a message to a broker that is gone loses all that it has not read yet: the answers that
+        a worker published last.
+        """
+        if self._child is None:
+            return
+        with suppress(psutil.Error, TimeoutError):
+            child = psutil.Process(self._child.pid)
+            async with asyncio.timeout(LINGER_S):
+                while _has_clients(child):  # noqa: ASYNC110 a child sets no event
+                    await asyncio.sleep(POLL_S)
 
     async def wait_ended(self) -> None:
         """Wait until the child is no more; it ends by itself only when something is wrong."""
@@ -235,6 +257,10 @@ def _is_free(port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+def _has_clients(child: psutil.Process) -> bool:
+    return any(connection.status == psutil.CONN_ESTABLISHED for connection in child.net_connections("tcp"))
 
 
 async def _answers(port: int) -> bool:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -167,6 +168,19 @@ async def test_sigterm_finishes_what_runs_and_takes_no_more(checkpoint: Path):
             results = [await job.result() for job in (running, waiting)]
         assert [(result.stop_reason, len(result.token_ids)) for result in results] == [("budget", 250), ("budget", 3)]
         assert ending(process) == (0, "", ["draining", "job ended", "job ended", "stopped"])
+
+
+async def test_a_client_that_reads_late_has_its_answer_before_the_embedded_broker_ends(checkpoint: Path):
+    with running_python(*serve(checkpoint, "--rows", "1")) as process:
+        worker = Worker(process)
+        async with Client(worker.address.host, worker.address.port, name="desk") as client:
+            job = await client.submit("a", id="late", **LONG)
+            await anext(aiter(job))
+            process.terminate()
+            time.sleep(0.7)  # noqa: ASYNC251 this program is busy with something else, and the worker is done long before
+            result = await job.result()
+        assert (result.stop_reason, len(result.token_ids)) == ("budget", 250)
+        assert ending(process) == (0, "", ["draining", "job ended", "stopped"])
 
 
 async def test_what_does_not_finish_in_time_is_cancelled(checkpoint: Path):

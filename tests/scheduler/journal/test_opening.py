@@ -169,8 +169,8 @@ def test_what_may_not_be_written(path):
     path.parent.chmod(0o777)
     path.with_name(path.name + ".lock").chmod(0o666)
     root = os.geteuid() == 0
-    outer = path.parent.parent
-    modes = {folder: folder.stat().st_mode for folder in (outer, outer.parent)}
+    closed = [folder for folder in path.parents if not folder.stat().st_mode & 0o001]
+    modes = {folder: folder.stat().st_mode for folder in closed}  # of pytest's, who lets nobody else in
     try:
         if root:
             for folder in modes:
