@@ -24,14 +24,13 @@ def make_asgi_app(pages: Pages) -> Callable[[Message, Receive, Send], Awaitable[
     async def app(scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise ValueError(f"scope: only http is served, not {scope['type']}")
-        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         response = await asyncio.to_thread(
             pages.respond,
             scope["method"],
             scope["path"].removeprefix(scope.get("root_path", "")),
             scope["query_string"].decode("latin-1"),
-            headers.get(b"accept", ""),
-            headers.get(b"accept-encoding", ""),
+            headers,
         )
         told = (
             ("Content-Type", response.content_type),

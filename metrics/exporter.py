@@ -4,13 +4,16 @@ import logging
 import os
 import socket
 import threading
+from http import HTTPStatus
+from ipaddress import ip_address
 from socketserver import TCPServer, ThreadingMixIn
 from types import TracebackType
 from typing import Any, Self
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from wsgiref.types import StartResponse, WSGIEnvironment
 
-from drumline.metrics.pages import Pages
+from drumline.metrics.browsers import names_loopback
+from drumline.metrics.pages import SAFE, Pages, Response, plain
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +77,8 @@ class _Server(ThreadingMixIn, WSGIServer):
 class Exporter:
     """Serves pages on a daemon thread, from `start` to `close`; each request has a thread of its own.
 
-    Port 0 picks a free one, which `port` names after `start`.
+    Port 0 picks a free one, which `port` names after `start`. On a loopback address a request must be for an address,
+    localhost or `host`; for any other name the answer is 421.
     """
 
     def __init__(self, pages: Pages, host: str = "127.0.0.1", port: int = 9464) -> None:
@@ -84,6 +88,7 @@ class Exporter:
         self.port = port
         self._asked_port = port
         self._pages = pages
+        self._on_loopback = False
         self._server: _Server | None = None
         self._thread: threading.Thread | None = None
 
@@ -108,6 +113,7 @@ class Exporter:
             where = f"{self.host}:{self._asked_port}"
             raise OSError(error.errno, f"cannot serve HTTP on {where}: {error.strerror}") from error
         server.set_app(self._serve)
+        self._on_loopback = ip_address(str(server.server_address[0])).is_loopback
         self.port = server.server_port
         thread = threading.Thread(target=server.serve_forever, args=(POLL_S,), name="drumline-metrics", daemon=True)
         self._server, self._thread = server, thread
@@ -137,13 +143,17 @@ class Exporter:
         unread = environ.get("CONTENT_LENGTH") or "0"
         environ["wsgi.input"].read(min(int(unread), MAX_UNREAD_BYTES) if unread.isdecimal() else 0)
         method = environ["REQUEST_METHOD"]
-        response = self._pages.respond(
-            method,
-            environ["PATH_INFO"],
-            environ["QUERY_STRING"],
-            environ.get("HTTP_ACCEPT", ""),
-            environ.get("HTTP_ACCEPT_ENCODING", ""),
-        )
+        response = self._respond(environ)
         told = [("Content-Type", response.content_type), ("Content-Length", str(len(response.body)))]
         start_response(f"{response.status.value} {response.status.phrase}", [*told, *response.headers])
         return [] if method == "HEAD" else [response.body]
+
+    def _respond(self, environ: WSGIEnvironment) -> Response:
+        headers = {
+            name.removeprefix("HTTP_").replace("_", "-").lower(): value
+            for name, value in environ.items()
+            if name.startswith("HTTP_")
+        }
+        if self._on_loopback and "host" in headers and not names_loopback(headers["host"], self.host):
+            return plain(HTTPStatus.MISDIRECTED_REQUEST, *SAFE)
+        return self._pages.respond(environ["REQUEST_METHOD"], environ["PATH_INFO"], environ["QUERY_STRING"], headers)

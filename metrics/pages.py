@@ -16,25 +16,31 @@ from prometheus_client.exposition import choose_encoder, gzip_accepted
 from prometheus_client.openmetrics.exposition import ALLOWUTF8
 from prometheus_client.registry import Collector
 
+from drumline.metrics.browsers import sent_by_another_site
+
 logger = logging.getLogger(__name__)
 
 Headers = tuple[tuple[str, str], ...]
 Probe = Callable[[], list[str]]
 """Reasons why not; empty where all is well. Called on a server's threads: quick, and safe to call from there."""
 
-SAFE: Headers = (("X-Content-Type-Options", "nosniff"), ("Cache-Control", "no-store"))
-"""On every response: a browser takes it for what it says it is, and nobody keeps what is true for a moment."""
+SAFE: Headers = (
+    ("X-Content-Type-Options", "nosniff"),
+    ("Cache-Control", "no-store"),
+    ("Cross-Origin-Resource-Policy", "same-origin"),
+)
+"""On every response: a browser takes it for what it says it is, nobody keeps what is true for a moment, and no other
+site embeds it."""
 GZIP_LEVEL = 6
 PLAIN_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request, as far as pages care: its query, and two of its headers."""
+    """A request, as far as pages care: its query, and its headers by their names in lower case."""
 
     query: Mapping[str, list[str]]
-    accept: str = ""
-    accept_encoding: str = ""
+    headers: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -96,13 +102,13 @@ class Pages:
             raise ValueError(f"pages: {path} is taken")
         self._pages[path] = page
 
-    def respond(self, method: str, path: str, query: str = "", accept: str = "", accept_encoding: str = "") -> Response:
-        """The answer to a request, with a body for HEAD, too; 404, 405 and, where a page raises, 500.
+    def respond(self, method: str, path: str, query: str = "", headers: Mapping[str, str] | None = None) -> Response:
+        """The answer to a request, with a body for HEAD, too.
 
-        `query` is what stands behind the path's question mark, `accept` and `accept_encoding` are the headers of that
-        name.
+        404, 405; 403 where another site's page makes a browser ask for more than to see; 500 where a page raises.
+        `query` is what stands behind the path's question mark, the names of `headers` are in lower case.
         """
-        response = self._respond(method, path, Asked(parse_qs(query), accept, accept_encoding))
+        response = self._respond(method, path, Asked(parse_qs(query), headers or {}))
         return Response(response.body, response.content_type, response.status, response.headers + SAFE)
 
     def _respond(self, method: str, path: str, asked: Asked) -> Response:
@@ -111,6 +117,8 @@ class Pages:
             return plain(HTTPStatus.NOT_FOUND)
         if method not in page.allowed:
             return plain(HTTPStatus.METHOD_NOT_ALLOWED, ("Allow", ", ".join(page.allowed)))
+        if method not in ("GET", "HEAD") and sent_by_another_site(asked.headers):
+            return plain(HTTPStatus.FORBIDDEN)
         try:
             return page.answer(asked)
         except Exception:
@@ -127,7 +135,7 @@ class _Metrics:
     def answer(self, asked: Asked) -> Response:
         """In the format that is asked for, and of the samples only those that `name[]` names."""
         encode: Any
-        encode, content_type = choose_encoder(asked.accept)
+        encode, content_type = choose_encoder(asked.headers.get("accept", ""))
         source: Any = self._registry
         if "name[]" in asked.query:
             source = source.restricted_registry(asked.query["name[]"])
@@ -136,7 +144,7 @@ class _Metrics:
             if source.plainly_named:
                 encode = partial(encode, escaping=ALLOWUTF8)  # the same bytes in two thirds of the time
         body = encode(source)
-        if gzip_accepted(asked.accept_encoding):
+        if gzip_accepted(asked.headers.get("accept-encoding", "")):
             return Response(gzip.compress(body, GZIP_LEVEL), content_type, headers=(("Content-Encoding", "gzip"),))
         return Response(body, content_type)
 

@@ -25,7 +25,9 @@ from drumline.scheduler.mqtt.jobs import OnChange
 from drumline.scheduler.mqtt.quotas import Quotas, read_quotas
 from drumline.scheduler.mqtt.topics import Topics
 
-Metrics = Annotated[str, typer.Option("--metrics", help="HOST:PORT of /metrics, /healthz, /readyz and /live.json.")]
+Metrics = Annotated[
+    str, typer.Option("--metrics", help="HOST:PORT of /metrics, /healthz, /readyz, /live.json and /trace.")
+]
 DEFAULT_METRICS = "127.0.0.1:9464"
 DAY_S = 86_400.0
 
@@ -52,7 +54,7 @@ def serve(
     http: Annotated[
         str | None,
         typer.Option(
-            help="HOST:PORT of a page that shows the worker live in a browser, and of all that --metrics has."
+            help="HOST:PORT of a page that shows the worker live in a browser; what --metrics has is there, but /trace."
         ),
     ] = None,
     reply_prefix: Annotated[

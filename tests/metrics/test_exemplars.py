@@ -30,7 +30,7 @@ def pages(registry: CollectorRegistry) -> Pages:
 
 def exemplars(registry: CollectorRegistry) -> dict[tuple[str, str], Exemplar]:
     """By family and upper bound, of the OpenMetrics page."""
-    page = pages(registry).respond("GET", "/metrics", accept=OPENMETRICS).body.decode()
+    page = pages(registry).respond("GET", "/metrics", headers={"accept": OPENMETRICS}).body.decode()
     return {
         (family.name.removeprefix("drumline_"), sample.labels["le"]): sample.exemplar
         for family in text_string_to_metric_families(page)
@@ -74,7 +74,7 @@ def test_a_job_is_on_the_buckets_of_its_times(registry: CollectorRegistry) -> No
 
 def test_only_openmetrics_has_them(registry: CollectorRegistry) -> None:
     busy(registry, "main")
-    text = pages(registry).respond("GET", "/metrics", accept="text/plain; version=0.0.4").body
+    text = pages(registry).respond("GET", "/metrics", headers={"accept": "text/plain; version=0.0.4"}).body
     assert b"job_id" not in text
     assert b"main-1" not in text
     assert len(exemplars(registry)) == len(SHOWN)

@@ -107,6 +107,41 @@ def test_other_paths_are_not_found(exporter: Exporter, path: str) -> None:
     assert http(exporter.url + path)[0] == 404
 
 
+def test_a_name_that_somebody_lets_resolve_to_loopback_is_not_ours(exporter: Exporter) -> None:
+    own = f"127.0.0.1:{exporter.port}"
+    for host in (
+        own,
+        "127.0.0.1",
+        "localhost",
+        f"Localhost:{exporter.port}",
+        "[::1]:9464",
+        "10.0.0.5",
+        "a.localhost:1",
+    ):
+        assert http(f"{exporter.url}/readyz", Host=host)[0] == 200, host
+    for host in (f"rebound.example:{exporter.port}", "127.0.0.1.example", "localhost.example", "[::1", " "):
+        status, headers, body = http(f"{exporter.url}/readyz", Host=host)
+        assert (status, headers["Cache-Control"], body) == (421, "no-store", b"Misdirected Request\n"), host
+
+
+def test_a_name_for_loopback_that_was_bound_is_ours(
+    registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_up = socket.getaddrinfo
+
+    def hosts_file(host: str, *asked: object, **options: object) -> object:  # Debian lists a machine's own name there
+        return looked_up("127.0.0.1" if host == "Gateway" else host, *asked, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", hosts_file)
+    with exported(registry, "Gateway") as exporter:
+        assert http(f"http://127.0.0.1:{exporter.port}/readyz", Host=f"gateway:{exporter.port}")[0] == 200
+
+
+def test_other_interfaces_have_names_of_their_own(registry: CollectorRegistry) -> None:
+    with exported(registry, "0.0.0.0") as exporter:
+        assert http(f"http://127.0.0.1:{exporter.port}/readyz", Host="factory.example")[0] == 200
+
+
 def test_the_probes_answer_for_themselves(registry: CollectorRegistry, caplog: pytest.LogCaptureFixture) -> None:
     reasons: dict[str, list[str]] = {"health": [], "ready": ["broker", "journal"]}
 

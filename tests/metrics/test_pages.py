@@ -41,6 +41,7 @@ def test_a_page_of_ones_own(registry: CollectorRegistry) -> None:
         "Content-Security-Policy": "none",
         "X-Content-Type-Options": "nosniff",
         "Cache-Control": "no-store",
+        "Cross-Origin-Resource-Policy": "same-origin",
     }
     assert own.respond("HEAD", "/panel", "csp=none") == response
     assert own.respond("POST", "/trace").status == 202
@@ -48,6 +49,25 @@ def test_a_page_of_ones_own(registry: CollectorRegistry) -> None:
     for (method, path), allowed in refused.items():
         response = own.respond(method, path)
         assert (response.status, dict(response.headers)["Allow"]) == (405, allowed)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 202),  # a program
+        ({"sec-fetch-site": "same-origin", "origin": "http://[::1]:9464", "host": "[::1]:9464"}, 202),
+        ({"sec-fetch-site": "none"}, 202),  # typed by the user
+        ({"sec-fetch-site": "cross-site", "origin": "https://elsewhere.example"}, 403),
+        ({"sec-fetch-site": "same-site", "origin": "http://127.0.0.1:8080", "host": "127.0.0.1:9464"}, 403),
+        ({"origin": "http://gateway:9464", "host": "gateway:9464"}, 202),
+        ({"origin": "http://gateway:80", "host": "gateway:9464"}, 403),
+        ({"origin": "null", "host": "gateway:9464"}, 403),
+    ],
+)
+def test_another_sites_page_only_sees(registry: CollectorRegistry, headers: dict[str, str], status: int) -> None:
+    own = pages(registry, trace=Page(lambda asked: as_json({}, HTTPStatus.ACCEPTED), ("POST",)))
+    assert own.respond("POST", "/trace", headers=headers).status == status
+    assert own.respond("GET", "/healthz", headers=headers).status == 200  # which no browser lets that page read
 
 
 def test_a_page_that_raises_is_a_500(registry: CollectorRegistry, caplog: pytest.LogCaptureFixture) -> None:
@@ -81,7 +101,10 @@ def test_the_page_is_the_librarys(registry: CollectorRegistry) -> None:
             ["drumline_request_seconds_bucket", "host_requests_total", "host.requests_total"]
         )
         expected = sorted(generate_openmetrics(only).splitlines())
-        assert sorted(clashing.respond("GET", "/metrics", one_of_a_name, OPENMETRICS).body.splitlines()) == expected
+        assert (
+            sorted(clashing.respond("GET", "/metrics", one_of_a_name, {"accept": OPENMETRICS}).body.splitlines())
+            == expected
+        )
 
 
 def test_the_process_is_told_once_and_can_be_asked_for(registry: CollectorRegistry) -> None:

@@ -13,7 +13,7 @@ from tests.metrics.scraping import OPENMETRICS
 
 def shape(pages: Pages, accept: str) -> tuple[list[str], bytes]:
     """The series, and the page with a 0 for every value and exemplar."""
-    page = pages.respond("GET", "/metrics", accept=accept).body.decode()
+    page = pages.respond("GET", "/metrics", headers={"accept": accept}).body.decode()
     lines = [line for line in page.splitlines() if not line.startswith("#")]
     series = [line.partition(" # ")[0].rpartition(" ")[0] for line in lines]
     return series, re.sub(r"[-+.e\d]+", "0", page).encode()
