@@ -143,6 +143,10 @@ class Instruments:
         self._prompt_length.observe(prompt_tokens)
         self._generated_length.observe(generated_tokens)
 
+    def lost(self, job_id: str) -> None:
+        """An accepted request has failed because the engine could not even take it: no time was spent on it."""
+        self.request_done("failed", None, None, 0.0, 0, 0, job_id)
+
     def step(self, rows: int, tokens: int, padding_ratio: float, seconds_by_phase: Mapping[str, float]) -> None:
         """One step ran `rows` rows and fed `tokens` tokens; phases that it did not have may be left out."""
         phases = [(one_of(self._step_seconds, "phase", phase), s) for phase, s in seconds_by_phase.items()]

@@ -74,10 +74,19 @@ class Engine(Protocol):
         """The request with its seed; raises `InvalidRequest` for one that could never run."""
 
     async def submit(
-        self, request: Request, *, wait: bool = True, progress: Sequence[Progress] = (), label: str | None = None
+        self,
+        request: Request,
+        *,
+        wait: bool = True,
+        progress: Sequence[Progress] = (),
+        label: str | None = None,
+        accepted: bool = False,
     ) -> Job:
         """Accept, and go on behind `progress`. Waits for room in the queue, unless `wait` is False: then a full one
         raises `QueueFull`. People are shown `label` in place of the id.
+
+        What is refused counts as rejected, unless the caller has `accepted` it already: then the caller says how it
+        ends, by `settle`.
 
         Raises `InvalidRequest`, `SchedulerClosed`, `EngineFailed`.
         """

@@ -3,9 +3,10 @@
 import asyncio
 from collections.abc import Callable
 from collections.abc import Sequence as Several
+from contextlib import nullcontext
 
 from drumline.cache_pool.pool import CachePool
-from drumline.model.errors import InvalidRequest, QueueFull
+from drumline.model.errors import InvalidRequest
 from drumline.model.language_model import LanguageModel
 from drumline.model.stop_reason import StopReason
 from drumline.scheduler.admission import Admission, Admitted
@@ -49,23 +50,24 @@ class Intake:
         """Set while there are none."""
         self.quiet.set()
 
-    async def take(self, request: Request, wait: bool, progress: Several[Progress], label: str | None) -> GenerationJob:
+    async def take(
+        self, request: Request, wait: bool, progress: Several[Progress], label: str | None, accepted: bool
+    ) -> GenerationJob:
         """Accept a request; see `Scheduler.submit`."""
-        with self._reporting.refusals_counted():
+        with nullcontext() if accepted else self._reporting.refusals_counted(label or request.id):
             self._check_open()
             job = await self._admit(request, progress, label)
-        return await self.line.enter(job) if wait else self._enqueue_at_once(job)
+            return await self.line.enter(job) if wait else self._enqueue(job)
 
     def take_at_once(self, request: Request) -> GenerationJob:
         """Accept a request without a moment for others; see `Scheduler.submit_nowait`."""
-        with self._reporting.refusals_counted():
+        with self._reporting.refusals_counted(request.id):
             self._check_open()
-            job = self._make_job(self._admission.admit(request))
-        return self._enqueue_at_once(job)
+            return self._enqueue(self._make_job(self._admission.admit(request)))
 
     async def check(self, request: Request) -> Request:
         """The request with its seed; see `Scheduler.check`."""
-        with self._reporting.refusals_counted():
+        with self._reporting.refusals_counted(request.id):
             self._check_open()
             return request.with_seed((await self._admit(request)).seed)
 
@@ -109,21 +111,13 @@ class Intake:
         job.go_on_from(progress)
         return job
 
-    def _enqueue_at_once(self, job: GenerationJob) -> GenerationJob:
-        try:
-            return self._enqueue(job)
-        except QueueFull:
-            self._reporting.rejected("queue_full", job.label)
-            raise
-
     def _enqueue(self, job: GenerationJob) -> GenerationJob:
         """Put a job in the queue, or end it where it needs no row; raises `QueueFull`."""
-        with self._reporting.refusals_counted():
-            self._check_open()
-            self._check_new(job)
-            if self._config.refuse_late:
-                ahead = 0 if self._pool.free else self._queue.tokens_before(job.request.priority)
-                self._reporting.check_deadline(job, ahead)
+        self._check_open()
+        self._check_new(job)
+        if self._config.refuse_late:
+            ahead = 0 if self._pool.free else self._queue.tokens_before(job.request.priority)
+            self._reporting.check_deadline(job, ahead)
         if job.request.max_tokens == 0:  # legal, and done: no row is needed to generate nothing
             job.settle("budget")
         elif job.expired(self._clock()):

@@ -18,21 +18,26 @@ ANSWER_S = 2.0
 
 
 def live_json(
-    scheduler: Scheduler,
+    current: Callable[[], Scheduler | None],
     *,
     show_text: bool = False,
     patience_s: float = ANSWER_S,
+    starting: Callable[[], list[str]] = list,
     draining: Callable[[], bool] = lambda: False,
 ) -> Page:
-    """`Scheduler.live` as a page; 503 with the reasons where the event loop does not answer in `patience_s`.
+    """`Scheduler.live` of the `current` one as a page.
 
-    A worker knows that it is `draining` before its scheduler does.
+    503 with the reasons where there is none yet, for which `starting` has them, or where the event loop does not answer
+    in `patience_s`. A worker knows that it is `draining` before its scheduler does.
 
     Called on the scheduler's event loop, to which the page comes back from its server's threads.
     """
     loop = asyncio.get_running_loop()
 
     def answer(asked: Asked) -> Response:
+        scheduler = current()
+        if scheduler is None:
+            return _unavailable(*starting())
         seen: Future[LiveView] = Future()
 
         def look() -> None:

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 
@@ -33,13 +34,16 @@ class Recent:
             prompt, generated = prompt + prompt_before, generated + generated_before
         self._seconds.append((second, prompt, generated))
 
-    def generated_by_second(self) -> tuple[int, ...]:
-        """Tokens chosen in each of the last 60 whole seconds, the newest last."""
-        return self._by_second((second, generated) for second, _, generated in self._seconds)
-
-    def prompt_by_second(self) -> tuple[int, ...]:
-        """Tokens of prompts computed in each of the last 60 whole seconds, the newest last."""
-        return self._by_second((second, prompt) for second, prompt, _ in self._seconds)
+    def as_dict(self, show_text: bool) -> dict[str, Any]:
+        """What a `LiveView` says of it."""
+        return {
+            "generated_by_second": self._by_second((second, generated) for second, _, generated in self._seconds),
+            "prompt_by_second": self._by_second((second, prompt) for second, prompt, _ in self._seconds),
+            "first_token_s": self._percentiles(lambda answer: answer.first_token_s),
+            "inter_token_s": self._percentiles(lambda answer: answer.inter_token_s),
+            "total_s": self._percentiles(lambda answer: answer.total_s),
+            "answers": self._newest(show_text),
+        }
 
     def _by_second(self, counted: Iterable[tuple[int, int]]) -> tuple[int, ...]:
         tokens, now = dict(counted), int(self._clock())
@@ -66,7 +70,7 @@ class Recent:
         )
         self.answers.append((self._clock(), answer))
 
-    def newest(self, show_text: bool) -> tuple[LiveAnswer, ...]:
+    def _newest(self, show_text: bool) -> tuple[LiveAnswer, ...]:
         """Answers as they are shown now, the newest first."""
         now = self._clock()
         return tuple(
@@ -74,7 +78,7 @@ class Recent:
             for at, answer in list(self.answers)[: -MOST_SHOWN - 1 : -1]
         )
 
-    def percentiles(self, value: Callable[[LiveAnswer], float | None]) -> Percentiles | None:
+    def _percentiles(self, value: Callable[[LiveAnswer], float | None]) -> Percentiles | None:
         """Of one value of the answers remembered; None where no answer has it."""
         values = [given for _, answer in self.answers if (given := value(answer)) is not None]
         if not values:

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from drumline.cache_pool.pool import CachePool
 from drumline.metrics.definitions import RejectReason
 from drumline.metrics.instruments import Instruments
-from drumline.model.errors import DrumlineError, EngineFailed, InvalidRequest
+from drumline.model.errors import DrumlineError, EngineFailed, InvalidRequest, QueueFull
 from drumline.scheduler.estimate import Estimate
 from drumline.scheduler.job import GenerationJob
 from drumline.scheduler.log import Event
@@ -112,7 +112,7 @@ class Reporting:
             raise InvalidRequest("deadline_s", f"cannot be met: this takes about {seconds:.1f} s at present")
 
     @contextmanager
-    def refusals_counted(self) -> Iterator[None]:
+    def refusals_counted(self, job_id: str | None) -> Iterator[None]:
         """Count what is refused in this block by its reason."""
         try:
             yield
@@ -120,18 +120,19 @@ class Reporting:
             reason: RejectReason = "draining"
             if isinstance(error, EngineFailed):
                 reason = "failed"
+            elif isinstance(error, QueueFull):
+                reason = "queue_full"
             elif isinstance(error, InvalidRequest):
                 reason = "duplicate_id" if error.field == "id" else "invalid"
-            self.rejected(reason, error=error)
+            self._rejected(reason, job_id, error)
             raise
 
     def accepted(self, job: GenerationJob) -> None:
         """A request is a job now."""
         _jobs_log.debug(Event("job accepted", job=job.label, tenant=job.request.tenant, priority=job.request.priority))
 
-    def rejected(self, reason: RejectReason, job_id: str | None = None, error: DrumlineError | None = None) -> None:
-        """A request was refused."""
-        _jobs_log.info(Event("job rejected", job=job_id, reason=reason, error=error and without_text(error)))
+    def _rejected(self, reason: RejectReason, job_id: str | None, error: DrumlineError) -> None:
+        _jobs_log.info(Event("job rejected", job=job_id, reason=reason, error=without_text(error)))
         self.instruments.rejected(reason)
         self.trace.refused(reason, job_id)
 

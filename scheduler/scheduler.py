@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from itertools import takewhile
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from prometheus_client import CollectorRegistry
 
@@ -114,9 +114,12 @@ class Scheduler:
         self._reporting = Reporting(self.registry, name, clock, stall_s)
         self.instruments = self._reporting.instruments
         self.trace: Trace = self._reporting.trace
-        self.instruments.identify(
-            version=VERSION, model=model.name, precision=model.precision, backend=self.backend.name
-        )
+        self._identity: dict[str, Any] = {
+            "model": model.name,
+            "precision": model.precision,
+            "backend": self.backend.name,
+        }
+        self.instruments.identify(version=VERSION, **self._identity)
         self._wake = asyncio.Event()
         self._rows = LiveRows(
             model.config,
@@ -182,7 +185,13 @@ class Scheduler:
         return self.healthy and bool(self._tasks) and not self._draining
 
     async def submit(
-        self, request: Request, *, wait: bool = True, progress: Several[Progress] = (), label: str | None = None
+        self,
+        request: Request,
+        *,
+        wait: bool = True,
+        progress: Several[Progress] = (),
+        label: str | None = None,
+        accepted: bool = False,
     ) -> GenerationJob:
         """Accept a request, waiting while the queue is full; with `wait=False` that raises `QueueFull`. Logs, traces,
         exemplars and live views show `label` in place of the job's id.
@@ -190,9 +199,10 @@ class Scheduler:
         It goes on behind `progress`, tokens that it led to in another process: where fingerprints are equal and the
         backend is exact, the answer is the one it would have had there. Raises `InvalidRequest`, `SchedulerClosed`,
         `EngineFailed`. Whatever takes long to read is read in a thread. A deadline that passes while there is no room
-        ends the job like any other.
+        ends the job like any other. A refusal counts as one, unless the caller has `accepted` the job before and tells
+        its end by `settle`.
         """
-        return await self._intake.take(request, wait, progress, label)
+        return await self._intake.take(request, wait, progress, label, accepted)
 
     async def check(self, request: Request) -> Request:
         """The request as it would run: with a seed. Raises `InvalidRequest` for one that never could, and what else
@@ -289,31 +299,23 @@ class Scheduler:
 
     def live(self, *, show_text: bool = False) -> LiveView:
         """A picture of rows, queue and recent answers for people to look at. Call it on the event loop."""
-        now, recent, queue = self._clock(), self._reporting.recent, self._queue
-        troubles = self.health()
+        now, troubles = self._clock(), self.health()
         return LiveView(
             name=self.config.name,
-            model=self.model.name,
-            precision=self.model.precision,
-            backend=self.backend.name,
             version=VERSION,
+            **self._identity,
             state="failed" if troubles else "draining" if self._draining else "ready" if self.ready else "starting",
             troubles=tuple(troubles),
             uptime_s=now - self._made_at,
             capacity=self.config.rows,
             rows=live_rows(self._rows.by_row, self._pool, now),
-            queued=dict(queue.by_priority),
-            oldest_queued_s=self._reporting.oldest_queued_s(queue),
+            queued=dict(self._queue.by_priority),
+            oldest_queued_s=self._reporting.oldest_queued_s(self._queue),
             kv_tokens=self._pool.kv_tokens,
             kv_capacity_tokens=self.config.rows * self.model.window,
-            generated_by_second=recent.generated_by_second(),
-            prompt_by_second=recent.prompt_by_second(),
             finished=self._reporting.totals.finished,
             steps=self._reporting.totals.steps,
-            first_token_s=recent.percentiles(lambda answer: answer.first_token_s),
-            inter_token_s=recent.percentiles(lambda answer: answer.inter_token_s),
-            total_s=recent.percentiles(lambda answer: answer.total_s),
-            answers=recent.newest(show_text),
+            **self._reporting.recent.as_dict(show_text),
         )
 
     def check_integrity(self) -> None:

@@ -10,28 +10,22 @@ from drumline.model.errors import EngineFailed
 from drumline.scheduler.cli.top_screen import plain
 
 
-class NotThere(EngineFailed):
-    """The worker has no such page, or not yet."""
-
-
 def ask(url: str, timeout_s: float, method: str = "GET") -> tuple[bytes, Message]:
-    """The body of the answer, and its headers.
-
-    Raises `NotThere`, and `EngineFailed` with why not, in the worker's own words where it has any.
-    """
+    """The body of the answer, and its headers; raises `EngineFailed` with why not, in the worker's own words if any."""
     try:
         with urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=timeout_s) as response:
             return response.read(), response.headers
     except urllib.error.HTTPError as error:
         with error:
-            told = f"{url}: {plain(_told(error))}"
-        raise (NotThere if error.code == http.HTTPStatus.NOT_FOUND else EngineFailed)(told) from None
+            raise EngineFailed(f"{url}: {plain(_told(error))}") from None
     except (OSError, ValueError, http.client.HTTPException) as error:  # the last: what answers speaks no HTTP
         reason = getattr(error, "reason", error)
         raise EngineFailed(f"{url}: {plain(str(reason).strip()) or type(reason).__name__}") from None
 
 
 def _told(error: urllib.error.HTTPError) -> str:
+    if error.code == http.HTTPStatus.NOT_FOUND:
+        return "there is no such page; give the address that `drumline serve` has for --metrics"
     try:
         document = json.loads(error.read())
         return "; ".join(map(str, document["reasons"])) if "reasons" in document else str(document["error"])

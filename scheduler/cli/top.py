@@ -22,7 +22,7 @@ from rich.text import Text
 
 from drumline.model.errors import EngineFailed, InvalidRequest
 from drumline.scheduler.cli import options
-from drumline.scheduler.cli.ask import NotThere, ask
+from drumline.scheduler.cli.ask import ask
 from drumline.scheduler.cli.top_screen import Counters, InAscii, Marks, screen
 from drumline.scheduler.live_view import LiveView
 
@@ -72,11 +72,7 @@ def _marks(console: Console) -> Marks:
 
 def look(url: str) -> Seen:
     """Ask a worker how it is; raises `EngineFailed` with the reason where it does not say."""
-    try:
-        view, _ = ask(f"{url}/live.json", TIMEOUT_S)
-    except NotThere:
-        ask(f"{url}/readyz", TIMEOUT_S)  # while the worker starts this alone says how far it is
-        raise
+    view, _ = ask(f"{url}/live.json", TIMEOUT_S)
     page, _ = ask(f"{url}/metrics", TIMEOUT_S)
     try:
         seen = LiveView.from_json(view)

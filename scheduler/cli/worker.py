@@ -102,20 +102,19 @@ async def run_worker(
     registry = CollectorRegistry()
     register_process(registry)
     async with AsyncExitStack() as stack:
-        pages = Pages(registry, health=health.health, ready=health.ready)
+        pages = _pages(registry, health, settings.show_text)
         exporter = stack.enter_context(Exporter(pages, *settings.metrics))
-        served, page = [pages], None
+        page = None
         if settings.http is not None:
-            served.append(Pages(registry, health=health.health, ready=health.ready, pages={"/": html_page()}))
-            page = stack.enter_context(Exporter(served[-1], *settings.http))
+            seen = _pages(registry, health, settings.show_text)
+            seen.add("/", html_page())
+            page = stack.enter_context(Exporter(seen, *settings.http))
         own_broker = EmbeddedBroker() if settings.broker is None else None
         _log.info(Event("starting", worker=settings.name, version=VERSION, metrics=f"{exporter.url}/metrics"))
         scheduler = await _start_engine(load, settings, registry, health, stack)
         tracing = Tracing(scheduler.trace, settings.name, settings.trace)
         stack.enter_context(tracing.switched_by_signal())
         pages.add("/trace", tracing.page())
-        for site in served:
-            site.add("/live.json", live_json(scheduler, show_text=settings.show_text, draining=lambda: health.draining))
         embedded = None if own_broker is None else await stack.enter_async_context(own_broker)
         address = settings.broker or _address(embedded, settings.protocol)
         health.starting = "the journal is being opened"
@@ -128,6 +127,14 @@ async def run_worker(
             yield Worker(scheduler.model, scheduler, gateway, exporter, page, address, embedded)
         finally:
             health.draining = True
+
+
+def _pages(registry: CollectorRegistry, health: Health, show_text: bool) -> Pages:
+    """What both servers answer, from the first second on."""
+    live = live_json(
+        lambda: health.scheduler, show_text=show_text, starting=health.ready, draining=lambda: health.draining
+    )
+    return Pages(registry, health=health.health, ready=health.ready, pages={"/live.json": live})
 
 
 async def _start_engine(

@@ -213,6 +213,7 @@ class Gateway:
             Clocks(self._clock, journal.now, self._sleep),
             options.on_change,
             options.show_text,
+            self._observer,
         )
         handlers = Handlers(
             self._engine,
@@ -346,6 +347,9 @@ class Gateway:
                 error = InvalidRequest("topic", f"client and job id must match {NAME.pattern}")
                 logger.info(Event("message refused", topic=shortened(message.topic), error=error.limit))
                 self._outbox.bury(message, None, None, "invalid", error)
+                if self._observer is not None and message.topic.endswith("/submit"):
+                    self._observer.mqtt_message("in", "submit")
+                    self._observer.rejected("invalid")
                 acknowledge()
 
     def _count(self, kind: MessageKind) -> None:

@@ -22,8 +22,9 @@ from drumline.scheduler.journal.records import AcceptedJob, JournaledJob, Termin
 from drumline.scheduler.log import Event
 from drumline.scheduler.mqtt.answers import Answers
 from drumline.scheduler.mqtt.clocks import Clocks
-from drumline.scheduler.mqtt.codec import JobState, ResultMessage, failed_message, result_message
+from drumline.scheduler.mqtt.codec import ErrorCode, JobState, ResultMessage, failed_message, result_message
 from drumline.scheduler.mqtt.job_events import job_ended, job_event
+from drumline.scheduler.mqtt.outbox import Observer
 from drumline.scheduler.mqtt.quotas import Usage
 from drumline.scheduler.mqtt.reply import Reply
 from drumline.scheduler.mqtt.running import Key, Running, reloaded
@@ -58,10 +59,11 @@ class Jobs:
         clocks: Clocks,
         on_change: OnChange = "restart",
         show_text: bool = False,
+        observer: Observer | None = None,
     ) -> None:
         self._engine, self._journal, self._topics, self._answers = engine, journal, topics, answers
         self._usage, self._spawn, self._clocks, self._on_change = usage, spawn, clocks, on_change
-        self._show_text = show_text
+        self._show_text, self._observer = show_text, observer
         self.running: dict[Key, Running] = {}
         self.waiting = Waiting()
         self._in_engine: set[Running] = set()
@@ -204,7 +206,8 @@ class Jobs:
         if journaled.job.fingerprint != self._engine.fingerprint:
             if running.progress and self._on_change == "fail":
                 self.running[running.key] = running
-                self._spawn_for(running, partial(self._fail_changed, running))
+                reason = "the model, or what computes it, changed while the job ran"
+                self._spawn_for(running, partial(self._fail, running, "changed", reason))
                 return
             self._begun_again += bool(running.progress)
             await self._journal.restart(journaled.number, self._engine.fingerprint)
@@ -256,32 +259,29 @@ class Jobs:
         request = running.request(self._clocks.monotonic())
         priority = self._usage.capped(running.reply.client, request.priority)
         return await self._engine.submit(
-            request.model_copy(update={"priority": priority}), progress=running.progress, label=running.label
+            request.model_copy(update={"priority": priority}),
+            progress=running.progress,
+            label=running.label,
+            accepted=True,
         )
 
     def _submitted(self, running: Running, submitting: "asyncio.Task[Job]") -> None:
         """The engine has it, or will not have it, or we leave and it stays in the journal."""
         if not submitting.done():
             return
-        if submitting.cancelled():
-            self.waiting.remove(running)
-            self._spawn_for(running, partial(self._settle, running, "cancelled"))
-            return
-        error = submitting.exception()
+        error = None if submitting.cancelled() else submitting.exception()
         if isinstance(error, SchedulerClosed | EngineFailed) and self._journal.durable:
             self._leave()
             if isinstance(error, EngineFailed):
                 self._break(error)
             return
         self.waiting.remove(running)
-        if isinstance(error, SchedulerClosed):
+        if submitting.cancelled() or isinstance(error, SchedulerClosed):
             self._spawn_for(running, partial(self._settle, running, "cancelled"))
         elif isinstance(error, InvalidRequest) and error.field == "deadline_s":  # `refuse_late`
             self._spawn_for(running, partial(self._settle, running, "deadline"))
         elif error is not None:
-            self._spawn_for(
-                running, partial(self._end, running, failed_message(running.reply.job_id, "failed", _reason(error)))
-            )
+            self._spawn_for(running, partial(self._fail, running, "failed", _reason(error)))
         else:
             running.job = submitting.result()
             logger.debug(job_event("job in the engine", running, engine_job=running.job.id))
@@ -326,13 +326,16 @@ class Jobs:
         )
         await self._end(running, result_message(running.reply.job_id, result))
 
-    async def _fail_changed(self, running: Running) -> None:
-        """End a job that another model began, whose tokens count for nothing; the engine counts it as failed."""
-        reason, lost = "the model, or what computes it, changed while the job ran", None
-        with suppress(InvalidRequest):  # its prompt may have no place in this model
+    async def _fail(self, running: Running, code: ErrorCode, reason: str) -> None:
+        """End a job that the engine will not have; it counts all the same."""
+        lost = None
+        try:
             settled = await self._engine.settle(running.request(self._clocks.monotonic()), "error", (), running.label)
             lost = result_message(running.reply.job_id, settled)
-        await self._end(running, failed_message(running.reply.job_id, "changed", reason, lost))
+        except InvalidRequest:  # its prompt may have no place in this model
+            if self._observer is not None:
+                self._observer.lost(running.label)
+        await self._end(running, failed_message(running.reply.job_id, code, reason, lost))
 
     async def _end(self, running: Running, outcome: ResultMessage) -> None:
         """Write the outcome down, then tell it."""

@@ -46,6 +46,9 @@ class Observer(Protocol):
     def rejected(self, reason: RejectReason) -> None:
         """A job was refused."""
 
+    def lost(self, job_id: str) -> None:
+        """A job was accepted and then could not be given to the engine, which counts all others."""
+
 
 class Outbox:
     """Takes messages at any time, sends them while there is a connection.

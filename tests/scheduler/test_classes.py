@@ -202,6 +202,12 @@ class TestDeadlines:
             with pytest.raises(InvalidRequest, match="deadline_s: cannot be met: this takes about"):
                 await scheduler.submit(asking(100, deadline_s=1e-6))
             assert metric(scheduler, "rejected_total", reason="invalid") == 1
+            late = asking(100, deadline_s=1e-6)
+            with pytest.raises(InvalidRequest, match="deadline_s: cannot be met"):
+                await scheduler.submit(late, accepted=True)  # whose end its caller tells, once
+            await scheduler.settle(late, "deadline")
+            assert metric(scheduler, "rejected_total", reason="invalid") == 1
+            assert metric(scheduler, "requests_total", outcome="expired") == 1
             await (await scheduler.submit(asking(2, deadline_s=1000.0))).result()
 
     async def test_nobody_is_refused_on_a_guess(self):

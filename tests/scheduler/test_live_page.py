@@ -1,7 +1,7 @@
 """The page for browsers in a real one: Chromium, against a real server of a real scheduler."""
 
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -34,10 +34,10 @@ def browser() -> Iterator[str]:
         pytest.skip(str(error))
 
 
-def served(live: Page, port: int = 0, ready: Callable[[], list[str]] = list) -> Exporter:
+def served(live: Page, port: int = 0) -> Exporter:
     """The page and what it asks for."""
     pages = {"/": html_page(), "/live.json": live}
-    return Exporter(Pages(CollectorRegistry(), health=list, ready=ready, pages=pages), port=port)
+    return Exporter(Pages(CollectorRegistry(), health=list, ready=list, pages=pages), port=port)
 
 
 @asynccontextmanager
@@ -71,7 +71,7 @@ async def test_it_shows_what_the_scheduler_says(browser: str):
             await gate.arrived()
         for number in range(3):
             scheduler.submit_nowait(asking(id=f"next-{number}", priority="low"))
-        with served(live_json(scheduler)) as server:
+        with served(live_json(lambda: scheduler)) as server:
             async with looking(browser, server.url) as tab:
                 await tab.until("document.querySelectorAll('.lane').length")
                 view = scheduler.live()
@@ -101,7 +101,7 @@ async def test_it_shows_what_the_scheduler_says(browser: str):
 async def test_it_follows_along(browser: str):
     async with Scheduler(tiny_model(window=64), rows=2) as scheduler:
         gate, job = await held(scheduler, tokens=4, id="running")
-        with served(live_json(scheduler, show_text=True)) as server:
+        with served(live_json(lambda: scheduler, show_text=True)) as server:
             async with looking(browser, server.url) as tab:
                 await tab.until("document.querySelector('.lane')?.cells[6].textContent === '1 + 0/4'")
                 gate.step()
@@ -155,7 +155,7 @@ async def test_strangers_names_are_text_and_fit(browser: str, width: int):
 
 async def test_it_says_that_the_worker_is_gone_and_goes_on_when_it_is_back(browser: str):
     async with Scheduler(tiny_model(window=64), rows=2, name="drums") as scheduler:
-        with served(live_json(scheduler)) as server:
+        with served(live_json(lambda: scheduler)) as server:
             port = server.port
             async with looking(browser, server.url) as tab:
                 await tab.until("document.querySelectorAll('.lane').length")
@@ -164,21 +164,19 @@ async def test_it_says_that_the_worker_is_gone_and_goes_on_when_it_is_back(brows
                 await tab.until("!document.getElementById('stale').hidden")
                 assert "No answer from the worker" in (await texts(tab, "#stale"))[0]
                 assert "next try in" in (await texts(tab, "#age"))[0]
-                with served(live_json(scheduler), port):
+                with served(live_json(lambda: scheduler), port):
                     await tab.until("document.getElementById('stale').hidden")
 
 
 async def test_while_the_worker_starts_it_says_what_for(browser: str):
-    pages = Pages(CollectorRegistry(), health=list, ready=lambda: ["the model is being loaded"])
-    pages.add("/", html_page())
-    with Exporter(pages, port=0) as server:
+    with served(live_json(lambda: None, starting=lambda: ["the model is being loaded"])) as server:
         async with looking(browser, server.url) as tab:
             assert "the model is being loaded" in (await texts(tab, "#stale"))[0]
 
 
 async def test_a_browser_lets_it_run_nothing_but_its_own_script(browser: str):
     async with Scheduler(tiny_model(), rows=1) as scheduler:
-        with served(live_json(scheduler)) as server:
+        with served(live_json(lambda: scheduler)) as server:
             async with looking(browser, server.url) as tab:
                 await tab.evaluate(
                     "document.head.append(Object.assign(document.createElement('style'), {textContent: '*{}'}))"
@@ -197,7 +195,7 @@ async def test_an_event_loop_that_hangs_is_a_503(one_thread: None):
     """The event loop is held by the request itself, which waits for it."""
     async with Scheduler(tiny_model(), rows=1) as scheduler:
         pages = Pages(CollectorRegistry(), health=list, ready=list)
-        pages.add("/live.json", live_json(scheduler, patience_s=0.01))
+        pages.add("/live.json", live_json(lambda: scheduler, patience_s=0.01))
         with Exporter(pages, port=0) as server:
             status, _, body = http(f"{server.url}/live.json")
     assert status == 503

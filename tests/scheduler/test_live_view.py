@@ -95,18 +95,22 @@ async def test_what_is_wrong_is_in_the_picture():
 def test_tokens_second_by_second():
     now = 1_000.0
     recent = Recent(lambda: now)
+
+    def told(tokens: str) -> tuple[int, ...]:
+        return recent.as_dict(show_text=False)[f"{tokens}_by_second"]
+
     for at, prompt, generated in ((1_000.0, 64, 1), (1_000.9, 0, 2), (1_001.1, 5, 4), (1_003.0, 0, 8)):
         now = at
         recent.tokens(prompt, generated)
     now = 1_004.5
-    assert recent.generated_by_second() == (*[0] * (SECONDS - 4), 3, 4, 0, 8)
-    assert recent.prompt_by_second() == (*[0] * (SECONDS - 4), 64, 5, 0, 0)
+    assert told("generated") == (*[0] * (SECONDS - 4), 3, 4, 0, 8)
+    assert told("prompt") == (*[0] * (SECONDS - 4), 64, 5, 0, 0)
     now = 1_004.0 + SECONDS
-    assert sum(recent.generated_by_second()) == 0
+    assert sum(told("generated")) == 0
     for second in range(500):
         now = 2_000.0 + second
         recent.tokens(1, 1)
-    assert recent.generated_by_second() == (1,) * SECONDS  # the second that is not over yet does not count
+    assert told("generated") == (1,) * SECONDS  # the second that is not over yet does not count
 
 
 async def test_what_is_remembered_is_bounded():

@@ -40,7 +40,7 @@ async def worker(**settings: object) -> AsyncIterator[tuple[Scheduler, str]]:
     """A scheduler and the URL of its pages."""
     async with Scheduler(tiny_model(window=64), **settings) as scheduler:
         pages = Pages(
-            scheduler.registry, health=scheduler.health, ready=list, pages={"/live.json": live_json(scheduler)}
+            scheduler.registry, health=scheduler.health, ready=list, pages={"/live.json": live_json(lambda: scheduler)}
         )
         with Exporter(pages, port=0) as exporter:
             yield scheduler, exporter.url
@@ -290,17 +290,24 @@ async def test_a_number_that_no_worker_counts_to_is_no_worker(cli: Callable):
     registry = CollectorRegistry()
     Counter("drumline_steps_total", "Too many.", ["scheduler"], registry=registry).labels("main").inc(float("inf"))
     async with Scheduler(tiny_model()) as scheduler:
-        pages = Pages(registry, health=list, ready=list, pages={"/live.json": live_json(scheduler)})
+        pages = Pages(registry, health=list, ready=list, pages={"/live.json": live_json(lambda: scheduler)})
         with Exporter(pages, port=0) as exporter:
             run = await asyncio.to_thread(cli, "top", exporter.url, "--once")
     assert (run.code, run.err) == (2, f"drumline: {exporter.url}: what answers there is no drumline worker\n")
 
 
-def test_a_worker_that_starts_says_how_far_it_is(cli: Callable):
-    pages = Pages(CollectorRegistry(), health=list, ready=lambda: ["the model is being loaded"])
-    with Exporter(pages, port=0) as exporter:
-        run = cli("top", exporter.url, "--once")
-    assert (run.code, run.out, run.err) == (2, "", f"drumline: {exporter.url}/readyz: the model is being loaded\n")
+async def test_a_worker_that_starts_says_how_far_it_is(cli: Callable):
+    starts = {"/live.json": live_json(lambda: None, starting=lambda: ["the model is being loaded"])}
+    with Exporter(Pages(CollectorRegistry(), health=list, ready=list, pages=starts), port=0) as exporter:
+        run = await asyncio.to_thread(cli, "top", exporter.url, "--once")
+    assert (run.code, run.out, run.err) == (2, "", f"drumline: {exporter.url}/live.json: the model is being loaded\n")
+
+
+def test_another_port_of_a_worker_says_which_one_to_give(cli: Callable):
+    with Exporter(Pages(CollectorRegistry(), health=list, ready=list), port=0) as exporter:
+        run = cli("trace", exporter.url)
+    assert (run.code, run.out) == (2, "")
+    assert run.err.endswith("there is no such page; give the address that `drumline serve` has for --metrics\n")
 
 
 def test_what_speaks_no_http_is_no_worker(cli: Callable):
@@ -321,7 +328,7 @@ def test_what_speaks_no_http_is_no_worker(cli: Callable):
 
 async def test_a_worker_that_hangs_says_so(cli: Callable):
     async with worker() as (scheduler, _):
-        slow = {"/live.json": live_json(scheduler, patience_s=0.1)}
+        slow = {"/live.json": live_json(lambda: scheduler, patience_s=0.1)}
         pages = Pages(scheduler.registry, health=scheduler.health, ready=list, pages=slow)
         with Exporter(pages, port=0) as exporter:
             asked = asyncio.create_task(asyncio.to_thread(cli, "top", exporter.url, "--once"))

@@ -121,6 +121,7 @@ class Counts:
         self.messages: list[tuple[str, str]] = []
         self.up: list[bool] = []
         self.rejections: list[str] = []
+        self.lost_jobs: list[str] = []
 
     def mqtt_message(self, direction: str, kind: str) -> None:
         self.messages.append((direction, kind))
@@ -130,6 +131,9 @@ class Counts:
 
     def rejected(self, reason: str) -> None:
         self.rejections.append(reason)
+
+    def lost(self, job_id: str) -> None:
+        self.lost_jobs.append(job_id)
 
 
 @asynccontextmanager

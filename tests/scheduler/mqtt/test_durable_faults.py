@@ -3,19 +3,21 @@
 import asyncio
 import gc
 import json
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from drumline import InvalidRequest
+from drumline.metrics.definitions import Outcome
 from drumline.scheduler.journal.errors import JournalError
 from drumline.scheduler.journal.journal import Journal
 from drumline.scheduler.mqtt.broker import EmbeddedBroker
 from drumline.scheduler.mqtt.topics import Topics
-from tests.drive import Gate, until
+from tests.drive import Gate, metric, until
 from tests.scheduler.mqtt.durable import EXACT, Killed, full_disk, worker
-from tests.scheduler.mqtt.support import BODY, Network, address, device
+from tests.scheduler.mqtt.support import BODY, Counts, Network, address, device, serving
 from tests.tiny import tiny_model
 
 JOBS = BODY | {"max_tokens": 3}
@@ -84,6 +86,37 @@ async def test_what_cannot_be_settled_fails_alone(broker: EmbeddedBroker, topics
         for name in ("runs", "engine", "submitting"):
             assert (await this.body(f"{name}/result"))["status"] == "completed"
     assert (body["status"], body["error"]["code"]) == ("failed", "failed")
+
+
+async def test_an_accepted_job_that_the_next_model_refuses_has_failed_and_was_not_rejected(
+    broker: EmbeddedBroker, topics: Topics, tmp_path: Path
+):
+    path, counts, engines = tmp_path / "journal", Counts(), []
+    long = BODY | {"id": "j", "prompt": "x" * 60, "max_tokens": 3}  # has no place in the window of the second worker
+    async with device(address(broker), f"{topics.client('a')}/jobs/#") as this:
+        gate = Gate()
+        with suppress(Killed):
+            async with worker(broker, topics, path, gate):
+                await this.send(topics.submit("a"), long)
+                await this.state("j/state", "accepted")
+                raise Killed
+        gate.open()
+        async with (
+            Journal(path) as journal,
+            serving(
+                address(broker),
+                topics,
+                wrap=lambda engine: engines.append(engine) or engine,
+                model=tiny_model(window=16, precision="int8"),
+                journal=journal,
+                observer=counts,
+                worker="w",
+            ),
+        ):
+            body = await this.body("j/result")
+            ended = {outcome: metric(engines[0], "requests_total", outcome=outcome) for outcome in get_args(Outcome)}
+    assert (body["status"], body["error"]["code"]) == ("failed", "failed")
+    assert (counts.lost_jobs, counts.rejections, set(ended.values())) == (["a/j"], [], {0})
 
 
 async def test_a_journal_that_cannot_be_read_once(broker: EmbeddedBroker, topics: Topics, tmp_path: Path):

@@ -92,6 +92,17 @@ async def test_answers_do_not_grow_with_what_was_sent(broker: EmbeddedBroker, to
     assert len(json.dumps(letter)) < 3_000
 
 
+async def test_a_job_of_a_client_without_a_proper_name_is_counted(broker: EmbeddedBroker, topics: Topics):
+    counts = Counts()
+    async with serving(address(broker), topics, observer=counts), device(address(broker), topics.dead) as this:
+        await this.send(topics.submit("a").replace("/a/", "/no name/"), BODY | {"id": "j"})
+        assert "client and job id must match" in (await this.next()).payload.decode()
+        await this.send(f"{topics.client('a')}/jobs/no name/cancel", {})
+        await this.body("/dead")
+    assert counts.rejections == ["invalid"]
+    assert [kind for direction, kind in counts.messages if direction == "in"] == ["submit"]
+
+
 async def test_a_retained_job_is_ignored(broker: EmbeddedBroker, topics: Topics):
     async with device(address(broker), f"{topics.client('a')}/jobs/#", topics.dead) as this:
         await this.send(topics.submit("a"), BODY | {"id": "stale"}, retain=True)
