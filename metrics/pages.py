@@ -108,7 +108,7 @@ class Pages:
         404, 405; 403 where another site's page makes a browser ask for more than to see; 500 where a page raises.
         `query` is what stands behind the path's question mark, the names of `headers` are in lower case.
         """
-        response = self._respond(method, path, Asked(parse_qs(query), headers or {}))
+        response = self._respond(method, path, Asked(parse_qs(query, keep_blank_values=True), headers or {}))
         return Response(response.body, response.content_type, response.status, response.headers + SAFE)
 
     def _respond(self, method: str, path: str, asked: Asked) -> Response:

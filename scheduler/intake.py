@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from contextlib import nullcontext
+from itertools import takewhile
 
 from drumline.cache_pool.pool import CachePool
 from drumline.model.errors import InvalidRequest
@@ -80,6 +81,14 @@ class Intake:
         self._check_new(job)
         self._register(job)
         return job
+
+    def queue_position(self, job_id: str) -> int | None:
+        """How many jobs came before a queued one; see `Scheduler.queue_position`."""
+        job = self.jobs.get(job_id)
+        if job is None or job.state != "queued":
+            return None
+        ahead = takewhile(lambda other: other is not job, (sequence.job for sequence in self._queue))
+        return len({other.id for other in ahead})
 
     def _register(self, job: GenerationJob) -> None:
         """The job is ours now; what needs no row ends at once."""

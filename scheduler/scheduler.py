@@ -7,7 +7,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Several
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from itertools import takewhile
 from types import TracebackType
 from typing import Any, Self
 
@@ -155,7 +154,7 @@ class Scheduler:
             await asyncio.get_running_loop().run_in_executor(self._torch, self._runner.warm_up)
         self._tasks = [
             asyncio.create_task(self._run(), name=f"drumline-{self.config.name}-loop"),
-            asyncio.create_task(watch_loop_lag(self._reporting.loop_lag), name=f"drumline-{self.config.name}-lag"),
+            asyncio.create_task(watch_loop_lag(self._beat), name=f"drumline-{self.config.name}-lag"),
         ]
         return self
 
@@ -276,11 +275,7 @@ class Scheduler:
 
         The policy may take it earlier or later than that.
         """
-        job = self._intake.jobs.get(job_id)
-        if job is None or job.state != "queued":
-            return None
-        ahead = takewhile(lambda other: other is not job, (sequence.job for sequence in self._queue))
-        return len({other.id for other in ahead})
+        return self._intake.queue_position(job_id)
 
     def statistics(self) -> Statistics:
         """A snapshot of levels and totals."""
@@ -381,6 +376,11 @@ class Scheduler:
         generated = self._rows.commit(report.outcomes)
         self._reporting.stepped(report, generated, StepTimes(started, planned, computed, time.perf_counter()))
         return True
+
+    def _beat(self, late_s: float) -> None:
+        """The event loop is alive, also while a step takes long: how long others have waited goes on."""
+        self._reporting.loop_lag(late_s)
+        self._publish_levels()
 
     def _changed(self) -> None:
         """The loop has something new to do."""

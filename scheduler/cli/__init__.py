@@ -41,21 +41,21 @@ def _run(given: list[str]) -> None:
         text = error.strerror or str(error) or type(error).__name__
         _complain(f"{error.filename}: {text}" if error.filename else text)
     except (KeyboardInterrupt, asyncio.CancelledError, typer.Abort):
-        _say("interrupted")
+        _say("interrupted", logging.WARNING)
         _end_at_once(130)
     else:
         sys.exit(code or 0)
 
 
 def _complain(message: str) -> None:
-    _say(" ".join(message.split()))
+    _say(" ".join(message.split()), logging.ERROR)
     sys.exit(2)
 
 
-def _say(message: str) -> None:
+def _say(message: str, level: int) -> None:
     """The last line of a command, in the form of those before."""
     if logs.writes_json():
-        logging.getLogger("drumline").critical(Event("ended", reason=message))
+        logging.getLogger("drumline").log(level, Event("ended", reason=message))
     else:
         print(f"drumline: {message}", file=sys.stderr)
 

@@ -32,7 +32,7 @@ class Notifier:
         text = "\n".join(f"{name}={' '.join(str(value).split())}" for name, value in states.items())
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
             sender.setblocking(False)
-            sender.sendto(text.encode(), self._address)
+            sender.sendto(text.encode(errors="replace"), self._address)  # a path may be no text
 
 
 def _watchdog_s(environment: Mapping[str, str]) -> float | None:

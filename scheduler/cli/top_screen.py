@@ -15,6 +15,8 @@ from drumline.scheduler.policy import PRIORITIES
 WIDE, MIDDLE, NARROW = 100, 70, 55
 """Columns from which lanes show tenant and class, a bar, and the rate; the other lines shrink with them."""
 BAR = 16
+NOW_S = 5
+"""The rate now is that of so many whole seconds: single ones jump."""
 HEADINGS = ("row", "request", "tenant", "class", "phase", "", "tokens", "per s", "age")
 STYLES = {
     "ready": "green",
@@ -119,18 +121,21 @@ def _head(view: LiveView) -> Text:
 
 
 def _flow(view: LiveView, width: int, marks: Marks) -> Text:
-    """Tokens a second, now and over the last minute; how full rows and keys and values are."""
-    newest = view.generated_by_second[-1] if view.generated_by_second else 0
-    prompt = view.prompt_by_second[-1] if view.prompt_by_second else 0
+    """Tokens a second, over the last seconds and the last minute; how full rows and keys and values are."""
+    newest, prompt = (_mean(tokens[-NOW_S:]) for tokens in (view.generated_by_second, view.prompt_by_second))
     used = view.kv_tokens / view.kv_capacity_tokens if view.kv_capacity_tokens else 0.0
     line = Text(no_wrap=True, overflow="ellipsis")
-    line.append(f"{newest:>5}", "bold").append(" tokens/s out  " if width >= NARROW else "/s out  ")
-    line.append(f"{prompt:>5}", "bold").append(" in  ")
+    line.append(f"{newest:>5.0f}", "bold").append(" tokens/s out  " if width >= NARROW else "/s out  ")
+    line.append(f"{prompt:>5.0f}", "bold").append(" in  ")
     levels = f"rows {len(view.rows)}/{view.capacity}" + (f"  K/V {used:.0%}" if width >= NARROW else "")
     seconds = min(len(view.generated_by_second), width - len(line) - len(levels) - 2)
     if seconds > 0:
         line.append(f"{sparkline(view.generated_by_second[-seconds:], marks)}  ", "cyan")
     return line.append(levels)
+
+
+def _mean(values: Sequence[int]) -> float:
+    return sum(values) / len(values) if values else 0.0
 
 
 def sparkline(values: Sequence[int], marks: Marks) -> str:

@@ -110,7 +110,7 @@ def _read(recording: TraceFile, whole: bool) -> tuple[bytes, bool]:
 
 
 def _seconds(asked: Asked) -> float:
-    (given,) = asked.query.get("seconds", ["5"])[:1]
+    given = asked.query.get("seconds", ["5"])[0]
     try:
         seconds = float(given)
     except ValueError:

@@ -255,7 +255,7 @@ class Gateway:
         own = name == "alone"  # a name that no other worker can have, and take from us
         options = ConnectOptions(
             address=self._broker,
-            client_id=f"drumline-{self._worker}-{uuid4().hex[:12] if own else name}",
+            client_id=f"drumline-{self._worker}-{self._topics.digest}-{uuid4().hex[:12] if own else name}",
             protocol=self._options.protocol,
             will=self._status.message("offline") if name == "jobs" else None,
             keepalive_s=self._options.keepalive_s,

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from hashlib import sha256
 from typing import Literal, NamedTuple
 from unicodedata import category
 
@@ -37,6 +38,8 @@ class Topics:
         if prefix.startswith("/") or prefix.endswith("/"):
             raise InvalidRequest("topic_prefix", "must not begin or end with /")
         self.prefix = prefix
+        self.digest = sha256(prefix.encode()).hexdigest()[:8]
+        """In the names of sessions: those of two workers of one name and other topics are not the same."""
 
     def submit(self, client: str) -> str:
         """Where a device sends its jobs."""

@@ -3,7 +3,7 @@
 import pytest
 
 from drumline import InvalidRequest, Scheduler
-from tests.drive import asking, held, metric
+from tests.drive import asking, held, metric, until
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -77,6 +77,17 @@ class TestNumbers:
             assert metric(scheduler, "requests_queued", priority="normal") == 0
             assert metric(scheduler, "kv_tokens") == 0
             assert metric(scheduler, "oldest_queued_seconds") == 0
+
+    async def test_the_oldest_waits_on_while_a_step_takes_long(self):
+        now = 100.0
+        async with Scheduler(tiny_model(), rows=1, clock=lambda: now) as scheduler:
+            gate, _ = await held(scheduler)
+            waiting = scheduler.submit_nowait(asking())
+            assert metric(scheduler, "oldest_queued_seconds") == 0
+            now = 107.0
+            await until(lambda: metric(scheduler, "oldest_queued_seconds") == 7)  # and no step has ended meanwhile
+            gate.open()
+            await waiting.result()
 
     async def test_window_recomputes_are_counted(self):
         async with Scheduler(tiny_model()) as scheduler:

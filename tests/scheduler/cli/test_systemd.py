@@ -80,9 +80,9 @@ async def test_a_life_from_start_to_end(manager: Manager):
     assert manager.hear() == ["READY=1", "STATUS=ready", "WATCHDOG=1"]
     await ticks.tick()
     assert manager.hear() == ["WATCHDOG=1"]
-    health.ended("a part\nended")
+    health.ended("a part\nended\udcff")
     await ticks.tick()
-    assert manager.hear() == ["STATUS=a part ended"]  # no sign of life: systemd starts it anew
+    assert manager.hear() == ["STATUS=a part ended?"]  # no sign of life: systemd starts it anew
     await ticks.tick()
     assert manager.silent()
     health._ended = ()

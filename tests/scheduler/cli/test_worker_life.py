@@ -184,4 +184,4 @@ def test_a_mistake_is_one_more_json_line(tmp_path: Path):
     assert (code, out) == (2, "")
     first, last = map(read_json, err.splitlines())
     assert first.event == "starting"
-    assert last == Logged("critical", "ended", {"reason": f"{tmp_path}/nowhere: no such file or folder"})
+    assert last == Logged("error", "ended", {"reason": f"{tmp_path}/nowhere: no such file or folder"})

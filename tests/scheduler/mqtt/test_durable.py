@@ -312,6 +312,20 @@ async def test_two_workers_of_one_name(broker: EmbeddedBroker, topics: Topics, t
     assert "another worker named w was started" in str(told.value.exceptions[0])
 
 
+async def test_workers_of_one_name_and_other_topics_let_each_other_be(broker: EmbeddedBroker, topics: Topics):
+    other = Topics(f"{topics.prefix}/other")
+    async with (
+        worker(broker, topics, None),
+        worker(broker, other, None),
+        device(address(broker), f"{topics.prefix}/#") as this,
+    ):
+        for where, name in ((topics, "j1"), (other, "j2"), (topics, "j3")):
+            await this.send(where.submit("a"), BODY | {"id": name})
+            assert (await this.next(lambda message: message.topic.endswith("/result"))).topic == where.job(
+                "a", "result", name
+            )
+
+
 class TestQuotas:
     async def test_jobs(self, broker: EmbeddedBroker, topics: Topics, tmp_path: Path):
         gate = Gate()
