@@ -55,20 +55,20 @@ class Intake:
         self, request: Request, wait: bool, progress: Several[Progress], label: str | None, accepted: bool
     ) -> GenerationJob:
         """Accept a request; see `Scheduler.submit`."""
-        with nullcontext() if accepted else self._reporting.refusals_counted(label or request.id):
+        with nullcontext() if accepted else self._reporting.refusals_counted(request, label):
             self._check_open()
             job = await self._admit(request, progress, label)
             return await self.line.enter(job) if wait else self._enqueue(job)
 
     def take_at_once(self, request: Request) -> GenerationJob:
         """Accept a request without a moment for others; see `Scheduler.submit_nowait`."""
-        with self._reporting.refusals_counted(request.id):
+        with self._reporting.refusals_counted(request):
             self._check_open()
             return self._enqueue(self._make_job(self._admission.admit(request)))
 
     async def check(self, request: Request) -> Request:
         """The request with its seed; see `Scheduler.check`."""
-        with self._reporting.refusals_counted(request.id):
+        with self._reporting.refusals_counted(request):
             self._check_open()
             return request.with_seed((await self._admit(request)).seed)
 

@@ -112,8 +112,8 @@ class Reporting:
             raise InvalidRequest("deadline_s", f"cannot be met: this takes about {seconds:.1f} s at present")
 
     @contextmanager
-    def refusals_counted(self, job_id: str | None) -> Iterator[None]:
-        """Count what is refused in this block by its reason."""
+    def refusals_counted(self, request: object, label: str | None = None) -> Iterator[None]:
+        """Count a request that is refused in this block, by the reason; it may be anything, and that may be why."""
         try:
             yield
         except DrumlineError as error:
@@ -124,7 +124,7 @@ class Reporting:
                 reason = "queue_full"
             elif isinstance(error, InvalidRequest):
                 reason = "duplicate_id" if error.field == "id" else "invalid"
-            self._rejected(reason, job_id, error)
+            self._rejected(reason, label or getattr(request, "id", None), error)
             raise
 
     def accepted(self, job: GenerationJob) -> None:
