@@ -96,6 +96,7 @@ class Worker:
 
     async def terminate(self) -> int:
         """SIGTERM, and the exit code."""
+        await self.is_up()  # before, it has nothing to finish and just dies
         self.send(signal.SIGTERM)
         return await self.ended()
 
