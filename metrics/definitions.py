@@ -88,7 +88,7 @@ COUNTERS: dict[str, Definition] = {
     "journal_commits_total": Definition("Groups of events that the journal has on the disk."),
     "journal_events_total": Definition("Events that the journal has on the disk."),
     "mqtt_messages_total": Definition(
-        "MQTT messages handled: submit, cancel and get come in, the others go out.",
+        "MQTT messages: submit, cancel and get as they arrive, the others once the broker has taken them.",
         {"direction": get_args(Direction), "kind": get_args(MessageKind)},
     ),
 }

@@ -4,15 +4,16 @@ import logging
 import os
 import socket
 import threading
+from contextlib import suppress
 from http import HTTPStatus
-from ipaddress import ip_address
+from io import StringIO
 from socketserver import TCPServer, ThreadingMixIn
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from wsgiref.types import StartResponse, WSGIEnvironment
 
-from drumline.metrics.browsers import names_loopback
+from drumline.metrics.browsers import is_loopback, names_loopback
 from drumline.metrics.pages import SAFE, Pages, Response, plain
 
 logger = logging.getLogger(__name__)
@@ -23,6 +24,9 @@ CLIENT_TIMEOUT_S = 10.0
 """A client that neither reads nor writes for this long is dropped."""
 MAX_UNREAD_BYTES = 65_536
 """Of a request's body, which no page wants: read, as else the answer may get lost when the connection is closed."""
+BACKLOG = 128
+"""Connections that wait to be taken; one more waits a second, and a probe has no more time than that."""
+REACHED = "drumline.reached"
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -46,6 +50,22 @@ class _Handler(WSGIRequestHandler):
 
     timeout = CLIENT_TIMEOUT_S
     wbufsize = -1  # an answer leaves in one piece, not header by header
+    error_content_type = "text/plain; charset=utf-8"
+    error_message_format = "%(code)d %(message)s\n"
+
+    def get_environ(self) -> WSGIEnvironment:
+        """The request, and the address that it reached."""
+        return super().get_environ() | {REACHED: self.connection.getsockname()[0]}
+
+    def end_headers(self) -> None:
+        """Of what cannot even be read as a request; other answers bring theirs along."""
+        for name, value in SAFE:
+            self.send_header(name, value)
+        super().end_headers()
+
+    def get_stderr(self) -> TextIO:
+        """What goes wrong beyond our pages is the client's: it went away, or does not read."""
+        return StringIO()
 
     def log_message(self, format: str, *args: object) -> None:
         """Scrapes are not worth a line each."""
@@ -58,6 +78,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     # Elsewhere than on POSIX this option lets two servers share a port, and on POSIX `reuse_port` would.
     allow_reuse_address = os.name == "posix"
     allow_reuse_port = False
+    request_queue_size = BACKLOG
 
     def __init__(self, family: socket.AddressFamily, address: tuple[Any, ...]) -> None:
         self.address_family = family
@@ -77,8 +98,8 @@ class _Server(ThreadingMixIn, WSGIServer):
 class Exporter:
     """Serves pages on a daemon thread, from `start` to `close`; each request has a thread of its own.
 
-    Port 0 picks a free one, which `port` names after `start`. On a loopback address a request must be for an address,
-    localhost or `host`; for any other name the answer is 421.
+    Port 0 picks a free one, which `port` names after `start`. A request that reached a loopback address must be for an
+    address, localhost or `host`; for any other name the answer is 421.
     """
 
     def __init__(self, pages: Pages, host: str = "127.0.0.1", port: int = 9464) -> None:
@@ -88,7 +109,6 @@ class Exporter:
         self.port = port
         self._asked_port = port
         self._pages = pages
-        self._on_loopback = False
         self._server: _Server | None = None
         self._thread: threading.Thread | None = None
 
@@ -113,7 +133,6 @@ class Exporter:
             where = f"{self.host}:{self._asked_port}"
             raise OSError(error.errno, f"cannot serve HTTP on {where}: {error.strerror}") from error
         server.set_app(self._serve)
-        self._on_loopback = ip_address(str(server.server_address[0])).is_loopback
         self.port = server.server_port
         thread = threading.Thread(target=server.serve_forever, args=(POLL_S,), name="drumline-metrics", daemon=True)
         self._server, self._thread = server, thread
@@ -141,7 +160,8 @@ class Exporter:
     def _serve(self, environ: WSGIEnvironment, start_response: StartResponse) -> list[bytes]:
         """The WSGI application."""
         unread = environ.get("CONTENT_LENGTH") or "0"
-        environ["wsgi.input"].read(min(int(unread), MAX_UNREAD_BYTES) if unread.isdecimal() else 0)
+        with suppress(OSError):  # a body that was promised and never comes
+            environ["wsgi.input"].read(min(int(unread[:9]), MAX_UNREAD_BYTES) if unread.isdecimal() else 0)
         method = environ["REQUEST_METHOD"]
         response = self._respond(environ)
         told = [("Content-Type", response.content_type), ("Content-Length", str(len(response.body)))]
@@ -154,6 +174,7 @@ class Exporter:
             for name, value in environ.items()
             if name.startswith("HTTP_")
         }
-        if self._on_loopback and "host" in headers and not names_loopback(headers["host"], self.host):
+        host = headers.get("host")
+        if host and is_loopback(environ[REACHED]) and not names_loopback(host, self.host):
             return plain(HTTPStatus.MISDIRECTED_REQUEST, *SAFE)
         return self._pages.respond(environ["REQUEST_METHOD"], environ["PATH_INFO"], environ["QUERY_STRING"], headers)

@@ -143,9 +143,9 @@ class Instruments:
         self._prompt_length.observe(prompt_tokens)
         self._generated_length.observe(generated_tokens)
 
-    def lost(self, job_id: str) -> None:
-        """An accepted request has failed because the engine could not even take it: no time was spent on it."""
-        self.request_done("failed", None, None, 0.0, 0, 0, job_id)
+    def request_lost(self, outcome: Outcome) -> None:
+        """An accepted request ended without ever getting here: it has no times and no tokens."""
+        one_of(self._requests, "outcome", outcome).inc()
 
     def step(self, rows: int, tokens: int, padding_ratio: float, seconds_by_phase: Mapping[str, float]) -> None:
         """One step ran `rows` rows and fed `tokens` tokens; phases that it did not have may be left out."""

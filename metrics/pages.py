@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from prometheus_client import CollectorRegistry, Metric
-from prometheus_client.exposition import choose_encoder, gzip_accepted
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics.exposition import ALLOWUTF8
 from prometheus_client.registry import Collector
 
@@ -37,7 +37,7 @@ PLAIN_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
 @dataclass(frozen=True)
 class Asked:
-    """A request, as far as pages care: its query, and its headers by their names in lower case."""
+    """A request, as far as pages care: its query, and its headers, but for those of a body, by names in lower case."""
 
     query: Mapping[str, list[str]]
     headers: Mapping[str, str]
@@ -137,16 +137,20 @@ class _Metrics:
         encode: Any
         encode, content_type = choose_encoder(asked.headers.get("accept", ""))
         source: Any = self._registry
-        if "name[]" in asked.query:
-            source = source.restricted_registry(asked.query["name[]"])
+        if names := list(filter(None, asked.query.get("name[]", ()))):
+            source = source.restricted_registry(names)
         if content_type.startswith("application/openmetrics-text"):
             source = _Collected(list(_told_apart(list(source.collect()))))
             if source.plainly_named:
                 encode = partial(encode, escaping=ALLOWUTF8)  # the same bytes in two thirds of the time
         body = encode(source)
-        if gzip_accepted(asked.headers.get("accept-encoding", "")):
+        if _accepts_gzip(asked.headers.get("accept-encoding", "")):
             return Response(gzip.compress(body, GZIP_LEVEL), content_type, headers=(("Content-Encoding", "gzip"),))
         return Response(body, content_type)
+
+
+def _accepts_gzip(accept_encoding: str) -> bool:
+    return any(re.fullmatch(r"\s*gzip\s*(;\s*q=(1|0?\.0*[1-9]).*)?", wish) for wish in accept_encoding.split(","))
 
 
 class _Collected(Collector):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from drumline.model.stop_reason import StopReason
+from drumline.scheduler.outcomes import Outcomes
 from drumline.scheduler.progress import Progress
 from drumline.scheduler.request import Chunk, Request, Result
 
@@ -41,6 +42,9 @@ class Statistics:
 class Job(Protocol):
     """An accepted request."""
 
+    started_at: float | None
+    """When it got its first row; None before."""
+
     @property
     def id(self) -> str:
         """The request's id, or one made up for it."""
@@ -66,6 +70,9 @@ class Job(Protocol):
 class Engine(Protocol):
     """Takes requests and runs them."""
 
+    outcomes: Outcomes
+    """Where jobs are counted by who accepts or refuses them in the engine's stead."""
+
     @property
     def fingerprint(self) -> str:
         """A hash of all that bits depend on besides the request."""
@@ -85,8 +92,7 @@ class Engine(Protocol):
         """Accept, and go on behind `progress`. Waits for room in the queue, unless `wait` is False: then a full one
         raises `QueueFull`. People are shown `label` in place of the id.
 
-        What is refused counts as rejected, unless the caller has `accepted` it already: then the caller says how it
-        ends, by `settle`.
+        Where the caller has `accepted` it already, it counts how that ends, in `outcomes`.
 
         Raises `InvalidRequest`, `SchedulerClosed`, `EngineFailed`.
         """

@@ -57,7 +57,7 @@ class Intake:
         """Accept a request; see `Scheduler.submit`."""
         with nullcontext() if accepted else self._reporting.refusals_counted(request, label):
             self._check_open()
-            job = await self._admit(request, progress, label)
+            job = await self._admit(request, progress, label, accepted)
             return await self.line.enter(job) if wait else self._enqueue(job)
 
     def take_at_once(self, request: Request) -> GenerationJob:
@@ -68,15 +68,14 @@ class Intake:
 
     async def check(self, request: Request) -> Request:
         """The request with its seed; see `Scheduler.check`."""
-        with self._reporting.refusals_counted(request):
-            self._check_open()
-            return request.with_seed((await self._admit(request)).seed)
+        self._check_open()
+        return request.with_seed((await self._admit(request)).seed)
 
     async def settle(
         self, request: Request, reason: StopReason, progress: Several[Progress], label: str | None
     ) -> GenerationJob:
         """A job that ends at once; see `Scheduler.settle`."""
-        job = await self._admit(request, progress, label)
+        job = await self._admit(request, progress, label, accepted=True)
         job.settle(reason)
         self._check_new(job)
         self._register(job)
@@ -109,13 +108,13 @@ class Intake:
         if not self.jobs:
             self.quiet.set()
 
-    def _make_job(self, admitted: Admitted, label: str | None = None) -> GenerationJob:
-        return GenerationJob(admitted, self._model, self._clock(), self._cancel_asked, label)
+    def _make_job(self, admitted: Admitted, label: str | None = None, accepted: bool = False) -> GenerationJob:
+        return GenerationJob(admitted, self._model, self._clock(), self._cancel_asked, label, accepted)
 
     async def _admit(
-        self, request: Request, progress: Several[Progress] = (), label: str | None = None
+        self, request: Request, progress: Several[Progress] = (), label: str | None = None, accepted: bool = False
     ) -> GenerationJob:
-        job = self._make_job(await self._admission.admit_without_blocking(request), label)
+        job = self._make_job(await self._admission.admit_without_blocking(request), label, accepted)
         check_progress(request, progress, self._model.config.vocab_size)
         job.go_on_from(progress)
         return job

@@ -30,10 +30,13 @@ class GenerationJob:
         submitted_at: float,
         cancelled: Callable[["GenerationJob"], None],
         label: str | None = None,
+        accepted_elsewhere: bool = False,
     ) -> None:
         self.id = admitted.request.id or uuid4().hex
         self.label = label or self.id
         """What people are shown: exemplars, traces, logs and live views."""
+        self.accepted_elsewhere = accepted_elsewhere
+        """Whether its caller had accepted it before, and counts how it ends."""
         self.request = admitted.request
         self.sequences = [Sequence(self, admitted, choice, model.tokenizer) for choice in range(admitted.request.n)]
         self.stream_buffer = ChunkStream()
@@ -43,6 +46,7 @@ class GenerationJob:
         """Who keeps its row, and the prompt in it, after the end."""
         self.submitted_at = submitted_at
         self.started_at: float | None = None
+        """When it got its first row."""
         self.first_token_at: float | None = None
         self._seed = admitted.seed
         self._window = model.window

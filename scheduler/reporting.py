@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from prometheus_client import CollectorRegistry
 
 from drumline.cache_pool.pool import CachePool
-from drumline.metrics.definitions import RejectReason
 from drumline.metrics.instruments import Instruments
-from drumline.model.errors import DrumlineError, EngineFailed, InvalidRequest, QueueFull
+from drumline.model.errors import DrumlineError, InvalidRequest
 from drumline.scheduler.estimate import Estimate
 from drumline.scheduler.job import GenerationJob
 from drumline.scheduler.log import Event
+from drumline.scheduler.outcomes import Outcomes, reject_reason
 from drumline.scheduler.pulse import Pulse
 from drumline.scheduler.queue import RequestQueue
 from drumline.scheduler.recent import Recent
@@ -44,6 +44,7 @@ class Reporting:
         self.estimate = Estimate()
         self.recent = Recent(clock)
         self.trace = Trace(name)
+        self.outcomes = Outcomes(self.instruments, self.trace)
         self.pulse = Pulse(clock, stall_s)
         self._clock = clock
 
@@ -117,24 +118,14 @@ class Reporting:
         try:
             yield
         except DrumlineError as error:
-            reason: RejectReason = "draining"
-            if isinstance(error, EngineFailed):
-                reason = "failed"
-            elif isinstance(error, QueueFull):
-                reason = "queue_full"
-            elif isinstance(error, InvalidRequest):
-                reason = "duplicate_id" if error.field == "id" else "invalid"
-            self._rejected(reason, label or getattr(request, "id", None), error)
+            reason, name = reject_reason(error), label or getattr(request, "id", None)
+            _jobs_log.info(Event("job rejected", job=name, reason=reason, error=without_text(error)))
+            self.outcomes.refused(reason, name)
             raise
 
     def accepted(self, job: GenerationJob) -> None:
         """A request is a job now."""
         _jobs_log.debug(Event("job accepted", job=job.label, tenant=job.request.tenant, priority=job.request.priority))
-
-    def _rejected(self, reason: RejectReason, job_id: str | None, error: DrumlineError) -> None:
-        _jobs_log.info(Event("job rejected", job=job_id, reason=reason, error=without_text(error)))
-        self.instruments.rejected(reason)
-        self.trace.refused(reason, job_id)
 
     def loop_lag(self, seconds: float) -> None:
         """The event loop came back from a sleep, so much later than planned."""
@@ -148,7 +139,8 @@ class Reporting:
         self.recent.ended(job, result)
         self.trace.ended(job, result)
         timings, usage = result.timings, result.usage
-        _jobs_log.info(
+        _jobs_log.log(
+            logging.DEBUG if job.accepted_elsewhere else logging.INFO,  # who accepted it says so under its own names
             Event(
                 "job ended",
                 job=job.label,
@@ -161,14 +153,7 @@ class Reporting:
                 first_token_s=timings.first_token_s,
                 total_s=timings.total_s,
                 error=result.error,
-            )
+            ),
         )
-        self.instruments.request_done(
-            result.status,
-            None if job.started_at is None else timings.queued_s,
-            timings.first_token_s,
-            timings.total_s,
-            usage.prompt_tokens,
-            usage.generated_tokens,
-            job.label,
-        )
+        if not job.accepted_elsewhere:
+            self.outcomes.ended(job.label, result.status, result, job.started_at is not None)

@@ -27,6 +27,7 @@ from drumline.scheduler.job import GenerationJob
 from drumline.scheduler.live_rows import LiveRows
 from drumline.scheduler.live_view import LiveView, live_rows
 from drumline.scheduler.log import Event
+from drumline.scheduler.outcomes import Outcomes
 from drumline.scheduler.pins import Pin, pin_prompt
 from drumline.scheduler.plan import plan_step
 from drumline.scheduler.policy import Policy, checked_policy
@@ -35,18 +36,10 @@ from drumline.scheduler.queue import RequestQueue
 from drumline.scheduler.reporting import Reporting
 from drumline.scheduler.request import Request, Result
 from drumline.scheduler.sequence import Sequence
-from drumline.scheduler.step import StepRunner, StepTimes
+from drumline.scheduler.step import StepFailed, StepRunner, StepTimes
 from drumline.scheduler.trace import Trace
 
 _log = logging.getLogger("drumline")
-
-
-class _StepFailed(Exception):
-    """The backend raised `reason`."""
-
-    def __init__(self, reason: Exception) -> None:
-        super().__init__(reason)
-        self.reason = reason
 
 
 class Scheduler:
@@ -112,6 +105,7 @@ class Scheduler:
         self._runner = StepRunner(self.backend, self._pool)
         self._reporting = Reporting(self.registry, name, clock, stall_s)
         self.instruments = self._reporting.instruments
+        self.outcomes: Outcomes = self._reporting.outcomes
         self.trace: Trace = self._reporting.trace
         self._identity: dict[str, Any] = {
             "model": model.name,
@@ -198,8 +192,8 @@ class Scheduler:
         It goes on behind `progress`, tokens that it led to in another process: where fingerprints are equal and the
         backend is exact, the answer is the one it would have had there. Raises `InvalidRequest`, `SchedulerClosed`,
         `EngineFailed`. Whatever takes long to read is read in a thread. A deadline that passes while there is no room
-        ends the job like any other. A refusal counts as one, unless the caller has `accepted` the job before and tells
-        its end by `settle`.
+        ends the job like any other. Where the caller has `accepted` the job before, it counts how that ends, in
+        `outcomes`; else the scheduler does.
         """
         return await self._intake.take(request, wait, progress, label, accepted)
 
@@ -211,10 +205,9 @@ class Scheduler:
     async def settle(
         self, request: Request, reason: StopReason, progress: Several[Progress] = (), label: str | None = None
     ) -> Result:
-        """The result of a request that ends for this reason behind its `progress`, without a row; counted like any
-        other. Raises `InvalidRequest`."""
-        job = await self._intake.settle(request, reason, progress, label)
-        return await job.result()
+        """The result of an accepted request that ends for this reason behind its `progress`, without a row; for its
+        caller to count. Raises `InvalidRequest`."""
+        return await (await self._intake.settle(request, reason, progress, label)).result()
 
     def submit_nowait(self, request: Request) -> GenerationJob:
         """Accept a request at once; raises `QueueFull` besides what `submit` raises.
@@ -334,7 +327,7 @@ class Scheduler:
                     if not await self._turn():
                         await self._wake.wait()
                     self._wake.clear()
-                except _StepFailed as failure:
+                except StepFailed as failure:
                     if not self._restarts_left:
                         raise failure.reason from None
                     self._restart(failure.reason)
@@ -370,7 +363,7 @@ class Scheduler:
             with self._reporting.pulse.stepping():
                 report = await loop.run_in_executor(self._torch, self._runner.run, plan, dict(self._rows.by_row))
         except Exception as error:
-            raise _StepFailed(error) from error
+            raise StepFailed(error) from error
         computed = time.perf_counter()
         self._reporting.computed(report, self._rows.by_row, planned, computed)
         generated = self._rows.commit(report.outcomes)

@@ -80,6 +80,14 @@ class StepTimes:
     committed: float
 
 
+class StepFailed(Exception):
+    """The backend raised `reason`."""
+
+    def __init__(self, reason: Exception) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
 class StepRunner:
     """Runs plans against one pool. Reads the pool and the sequences, and changes nothing but keys and values: the
     scheduler commits afterwards, so a step that raises leaves every row where it was."""

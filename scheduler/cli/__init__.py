@@ -3,8 +3,12 @@
 import asyncio
 import logging
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import typer
 
@@ -24,8 +28,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     share_pool()
     given = list(sys.argv[1:] if arguments is None else arguments)
-    with logs.on_stderr():
+    with logs.on_stderr(), _signals_before_there_is_a_loop():
         _run(given)
+
+
+@contextmanager
+def _signals_before_there_is_a_loop() -> Iterator[None]:
+    """While the imports take their seconds SIGTERM is a Ctrl-C, and SIGUSR2 does nothing: there is nothing to trace."""
+    actions: dict[str, Any] = {"SIGTERM": signal.default_int_handler, "SIGUSR2": signal.SIG_IGN}
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {
+        number: signal.signal(number, action)
+        for name, action in actions.items()
+        if (number := getattr(signal, name, None)) is not None
+    }
+    try:
+        yield
+    finally:
+        for number, action in before.items():
+            signal.signal(number, action or signal.SIG_DFL)
 
 
 def _run(given: list[str]) -> None:

@@ -1,5 +1,6 @@
 """What `/healthz` and `/readyz` say of a worker, from its very start to its end."""
 
+from drumline.scheduler.cli.tracing import Tracing
 from drumline.scheduler.journal.journal import Journal
 from drumline.scheduler.mqtt.gateway import Gateway
 from drumline.scheduler.scheduler import Scheduler
@@ -15,6 +16,7 @@ class Health:
         self.scheduler: Scheduler | None = None
         self.gateway: Gateway | None = None
         self.journal: Journal | None = None
+        self.tracing: Tracing | None = None
         self._ended: tuple[str, ...] = ()
 
     def ended(self, reason: str) -> None:

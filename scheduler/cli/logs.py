@@ -14,7 +14,6 @@ Level = Literal["debug", "info", "warning", "error"]
 Format = Literal["text", "json"]
 
 OURS = logging.getLogger("drumline")
-ENGINE_JOBS = logging.getLogger("drumline.jobs")
 AIOMQTT = logging.getLogger("drumline.mqtt.aiomqtt")
 
 
@@ -76,18 +75,15 @@ def on_stderr() -> Iterator[None]:
         yield
     finally:
         logging.getLogger().removeHandler(handler)
-        for logger in (OURS, ENGINE_JOBS):
-            logger.setLevel(logging.NOTSET)
+        OURS.setLevel(logging.NOTSET)
 
 
 def configure(level: Level, style: Format) -> None:
     """What a worker logs, and how.
 
-    Other libraries are heard from warnings on. Jobs over MQTT are told of by the edge, under the ids that devices gave
-    them; what the engine says of the same jobs is only for debugging.
+    Other libraries are heard from warnings on.
     """
     OURS.setLevel(level.upper())
-    ENGINE_JOBS.setLevel(level.upper() if level == "debug" else logging.ERROR)
     formatter = JsonFormatter() if style == "json" else TextFormatter()
     for handler in _handlers():
         handler.setFormatter(formatter)

@@ -53,6 +53,7 @@ PasswordFile = Annotated[
     ),
 ]
 WorkerUrl = Annotated[str, typer.Argument(metavar="URL", help="Where a worker's --metrics or --http page stands.")]
+MetricsUrl = Annotated[str, typer.Argument(metavar="URL", help="Where a worker's --metrics page stands.")]
 DEFAULT_URL = "http://127.0.0.1:9464"
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 

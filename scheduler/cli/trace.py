@@ -13,7 +13,7 @@ TRANSFER_S = 30.0
 
 
 def trace(
-    url: options.WorkerUrl = options.DEFAULT_URL,
+    url: options.MetricsUrl = options.DEFAULT_URL,
     seconds: Annotated[float, typer.Option(min=0.1, max=LONGEST_S, help="How long to record.")] = 5.0,
     output: Annotated[Path, typer.Option(help="The file to write.")] = Path("drumline.trace.json"),
 ) -> None:

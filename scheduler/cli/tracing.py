@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
+import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -37,10 +39,12 @@ class TraceSettings:
 
 
 class Tracing:
-    """Switches the trace of one worker. Its methods are called on the event loop, but for `page`'s answers."""
+    """Switches the trace of one worker. Its methods are called on the event loop, but for `answer`."""
 
     def __init__(self, trace: Trace, worker: str, settings: TraceSettings) -> None:
         self._trace, self._worker, self._settings = trace, worker, settings
+        self._taken: TraceFile | None = None
+        """The recording that somebody waits for over HTTP."""
         self._loop = asyncio.get_running_loop()
 
     @contextmanager
@@ -59,6 +63,9 @@ class Tracing:
 
     def switch(self) -> None:
         """Begin a recording, or end the one that runs; what fails is logged, as nobody waits for it."""
+        if self._taken is not None:
+            _log.warning(Event("no trace", reason="one is being recorded for who asked over HTTP"))
+            return
         if self._trace.recording:
             self._trace.end()
             return
@@ -72,17 +79,16 @@ class Tracing:
         recording runs, and `OSError`."""
         with tempfile.TemporaryDirectory(prefix="drumline-trace-", dir=self._settings.folder) as folder:
             recording = self._trace.start(Path(folder) / "trace.json", self._settings.max_bytes)
+            self._taken = recording
             try:
                 await asyncio.sleep(seconds)
             finally:
+                self._taken = None
                 whole = self._trace.end(recording) is not None
             return await asyncio.to_thread(_read, recording, whole)
 
-    def page(self) -> Page:
-        """`POST /trace?seconds=5` answers with the trace of these seconds."""
-        return Page(self._answer, methods=("POST",))
-
-    def _answer(self, asked: Asked) -> Response:
+    def answer(self, asked: Asked) -> Response:
+        """`POST /trace?seconds=5`: the trace of these seconds. Called on a server's thread."""
         try:
             seconds = _seconds(asked)
             recording = asyncio.run_coroutine_threadsafe(self.record(seconds), self._loop)
@@ -91,6 +97,8 @@ class Tracing:
         except InvalidRequest as error:
             busy = error.field == "trace"
             return as_json({"error": str(error)}, HTTPStatus.CONFLICT if busy else HTTPStatus.BAD_REQUEST)
+        except CancelledError:
+            return as_json({"error": "the worker ends"}, HTTPStatus.SERVICE_UNAVAILABLE)
         except TimeoutError:
             recording.cancel()
             return as_json({"error": "the event loop does not answer"}, HTTPStatus.SERVICE_UNAVAILABLE)
@@ -102,6 +110,18 @@ class Tracing:
         return self._settings.folder / f"drumline-{self._worker}-{moment}.trace.json"
 
 
+def trace_page(current: Callable[[], Tracing | None], starting: Callable[[], list[str]]) -> Page:
+    """`/trace` of a worker; 503 with the reasons that `starting` has while there is no `current` tracing yet."""
+
+    def answer(asked: Asked) -> Response:
+        tracing = current()
+        if tracing is None:
+            return as_json({"error": "; ".join(starting())}, HTTPStatus.SERVICE_UNAVAILABLE)
+        return tracing.answer(asked)
+
+    return Page(answer, methods=("POST",))
+
+
 def _read(recording: TraceFile, whole: bool) -> tuple[bytes, bool]:
     summary = recording.wait()
     if summary.error is not None:
@@ -110,11 +130,11 @@ def _read(recording: TraceFile, whole: bool) -> tuple[bytes, bool]:
 
 
 def _seconds(asked: Asked) -> float:
-    given = asked.query.get("seconds", ["5"])[0]
-    try:
-        seconds = float(given)
-    except ValueError:
-        seconds = 0.0
+    for name in asked.query:
+        if name != "seconds":
+            raise InvalidRequest(name, "is unknown; there is seconds alone")
+    given = ", ".join(asked.query.get("seconds", ["5"]))
+    seconds = float(given) if re.fullmatch(r"\d{1,9}(\.\d{1,9})?", given, re.ASCII) else 0.0
     if not 0 < seconds <= LONGEST_S:
         raise InvalidRequest("seconds", f"must be a number above 0, up to {LONGEST_S:.0f}, not {given!r}")
     return seconds

@@ -16,7 +16,7 @@ from drumline.model.language_model import LanguageModel
 from drumline.scheduler.cli.health import Health
 from drumline.scheduler.cli.loop import in_thread
 from drumline.scheduler.cli.options import progress_console
-from drumline.scheduler.cli.tracing import TraceSettings, Tracing
+from drumline.scheduler.cli.tracing import TraceSettings, Tracing, trace_page
 from drumline.scheduler.config import STALL_S, VERSION, EngineSettings
 from drumline.scheduler.journal.journal import Journal
 from drumline.scheduler.live_page import html_page, live_json
@@ -103,6 +103,7 @@ async def run_worker(
     register_process(registry)
     async with AsyncExitStack() as stack:
         pages = _pages(registry, health, settings.show_text)
+        pages.add("/trace", trace_page(lambda: health.tracing, health.ready))
         exporter = stack.enter_context(Exporter(pages, *settings.metrics))
         page = None
         if settings.http is not None:
@@ -112,9 +113,8 @@ async def run_worker(
         own_broker = EmbeddedBroker() if settings.broker is None else None
         _log.info(Event("starting", worker=settings.name, version=VERSION, metrics=f"{exporter.url}/metrics"))
         scheduler = await _start_engine(load, settings, registry, health, stack)
-        tracing = Tracing(scheduler.trace, settings.name, settings.trace)
-        stack.enter_context(tracing.switched_by_signal())
-        pages.add("/trace", tracing.page())
+        health.tracing = Tracing(scheduler.trace, settings.name, settings.trace)
+        stack.enter_context(health.tracing.switched_by_signal())
         embedded = None if own_broker is None else await stack.enter_async_context(own_broker)
         address = settings.broker or _address(embedded, settings.protocol)
         health.starting = "the journal is being opened"

@@ -98,7 +98,7 @@ class EmbeddedBroker:
             await self._clean_up()
 
     async def _let_clients_read(self) -> None:
-        """Wait until nobody is connected, for `LINGER_S` at most.
+        """Wait until those who are connected have gone, for `LINGER_S` at most.
 
         A client that confirms a message to a broker that is gone loses all that it has not read yet: the answers that
         a worker published last.
@@ -107,8 +107,9 @@ class EmbeddedBroker:
             return
         with suppress(psutil.Error, TimeoutError):
             child = psutil.Process(self._child.pid)
+            readers = _clients(child)
             async with asyncio.timeout(LINGER_S):
-                while _has_clients(child):  # noqa: ASYNC110 a child sets no event
+                while readers & _clients(child):  # noqa: ASYNC110 a child sets no event
                     await asyncio.sleep(POLL_S)
 
     async def wait_ended(self) -> None:
@@ -259,8 +260,9 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def _has_clients(child: psutil.Process) -> bool:
-    return any(connection.status == psutil.CONN_ESTABLISHED for connection in child.net_connections("tcp"))
+def _clients(child: psutil.Process) -> set[object]:
+    """Where they are."""
+    return {found.raddr for found in child.net_connections("tcp") if found.status == psutil.CONN_ESTABLISHED}
 
 
 async def _answers(port: int) -> bool:

@@ -39,7 +39,7 @@ from drumline.scheduler.mqtt.outbox import Observer, Outbox
 from drumline.scheduler.mqtt.quotas import Usage
 from drumline.scheduler.mqtt.reconnect import Backoff, keep_connected
 from drumline.scheduler.mqtt.status import Status
-from drumline.scheduler.mqtt.topics import NAME, Topics
+from drumline.scheduler.mqtt.topics import NAME, REQUEST_KINDS, Topics
 
 logger = logging.getLogger("drumline.mqtt")
 
@@ -213,7 +213,6 @@ class Gateway:
             Clocks(self._clock, journal.now, self._sleep),
             options.on_change,
             options.show_text,
-            self._observer,
         )
         handlers = Handlers(
             self._engine,
@@ -226,7 +225,6 @@ class Gateway:
             spawn,
             options.limits.submit_bytes,
             options.reply_prefixes,
-            self._observer,
             self._clock,
         )
         self._status.waiting = lambda: len(jobs.waiting)
@@ -347,9 +345,10 @@ class Gateway:
                 error = InvalidRequest("topic", f"client and job id must match {NAME.pattern}")
                 logger.info(Event("message refused", topic=shortened(message.topic), error=error.limit))
                 self._outbox.bury(message, None, None, "invalid", error)
-                if self._observer is not None and message.topic.endswith("/submit"):
-                    self._observer.mqtt_message("in", "submit")
-                    self._observer.rejected("invalid")
+                kind = next(known for known in REQUEST_KINDS if message.topic.endswith(f"/{known}"))
+                self._count(kind)
+                if kind == "submit":
+                    self._engine.outcomes.refused("invalid", None)
                 acknowledge()
 
     def _count(self, kind: MessageKind) -> None:

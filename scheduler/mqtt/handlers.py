@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from drumline.metrics.definitions import RejectReason
-from drumline.model.errors import DrumlineError, InvalidRequest, QueueFull, SchedulerClosed
+from drumline.model.errors import DrumlineError, EngineFailed, InvalidRequest, SchedulerClosed
 from drumline.scheduler.engine import Engine
 from drumline.scheduler.journal.errors import JournalError
 from drumline.scheduler.journal.journal import Journal
@@ -22,11 +22,12 @@ from drumline.scheduler.mqtt.codec import ErrorMessage, SubmitMessage, error_mes
 from drumline.scheduler.mqtt.connection import Message
 from drumline.scheduler.mqtt.job_events import job_rejected
 from drumline.scheduler.mqtt.jobs import Jobs
-from drumline.scheduler.mqtt.outbox import Observer, Outbox
+from drumline.scheduler.mqtt.outbox import Outbox
 from drumline.scheduler.mqtt.quotas import QuotaExceeded, Usage
 from drumline.scheduler.mqtt.reply import Reply, reply_to
 from drumline.scheduler.mqtt.running import Key, Running
 from drumline.scheduler.mqtt.topics import Topics
+from drumline.scheduler.outcomes import reject_reason
 
 logger = logging.getLogger("drumline.mqtt")
 
@@ -54,13 +55,12 @@ class Handlers:
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         submit_bytes: int,
         reply_prefixes: tuple[str, ...],
-        observer: Observer | None,
         clock: Callable[[], float],
     ) -> None:
         self._engine, self._journal, self._jobs = engine, journal, jobs
         self._topics, self._outbox, self._answers, self._usage = topics, outbox, answers, usage
         self._spawn, self._submit_bytes, self._reply_prefixes = spawn, submit_bytes, reply_prefixes
-        self._observer, self._clock = observer, clock
+        self._clock = clock
         self._arriving: dict[Key, Running] = {}
         self._early_cancels: OrderedDict[Key, float] = OrderedDict()
         self._admissions = asyncio.Semaphore(MAX_PENDING)
@@ -154,6 +154,9 @@ class Handlers:
         except Exception as error:
             logger.exception(Event("message not handled", topic=message.topic))
             self._outbox.bury(message, *running.key, "internal", error)
+            if running.number is None:
+                self._engine.outcomes.refused("failed", running.label)
+                self._answers.rejected(running.reply, EngineFailed("the worker cannot handle this job"))
         finally:
             self._arriving.pop(running.key, None)
             self._arrived.set()
@@ -189,7 +192,7 @@ class Handlers:
             self._spawn(self._reject(self._plain_reply(message, client, job_id), message, error, "invalid"))
             return
         code: RejectReason = "too_large" if len(message.payload) > self._submit_bytes else "unparsable"
-        self._count_rejection(code)
+        self._engine.outcomes.refused(code, None)
         logger.info(job_rejected(client, None, code, error))
         self._outbox.bury(message, client, None, code, error)
 
@@ -216,10 +219,7 @@ class Handlers:
     async def _reject(
         self, reply: Reply, message: Message, error: DrumlineError, reason: RejectReason | None = None
     ) -> None:
-        """Refuse a job for good: it was never accepted, so nothing is remembered and it may be sent again.
-
-        `reason` counts what the engine never saw; it counts for itself what it refuses.
-        """
+        """Refuse a job for good: it was never accepted, so nothing is remembered and it may be sent again."""
         key = (reply.client, reply.job_id)
         if isinstance(error, JournalError):  # what it says of this job now is not to be trusted
             reason = "journal"
@@ -228,11 +228,9 @@ class Handlers:
             return
         elif isinstance(error, QuotaExceeded):
             reason = "quota"
-        elif isinstance(error, QueueFull):  # the journal's: the engine's own queue is waited for
-            reason = "queue_full"
-        if reason is not None:
-            self._count_rejection(reason)
-        logger.info(job_rejected(*key, reason or error_message(error).code, error))
+        reason = reason or reject_reason(error)
+        self._engine.outcomes.refused(reason, "/".join(key))
+        logger.info(job_rejected(*key, reason, error))
         self._early_cancels.pop(key, None)
         self._answers.rejected(reply, error)
 
@@ -243,7 +241,7 @@ class Handlers:
         refusal in it. A sender who is answered elsewhere gets the terminal message as well.
         """
         key = (reply.client, reply.job_id)
-        self._count_rejection("duplicate_id")
+        self._engine.outcomes.refused("duplicate_id", "/".join(key))
         logger.info(job_rejected(*key, "duplicate_id", error))
         self._outbox.bury(message, *key, "duplicate_id", error)
         await self._answer(reply, error_message(error, "duplicate_id"))
@@ -296,7 +294,3 @@ class Handlers:
         self, message: Message, client: str, job_id: str, topic: str | None = None, text: str | None = None
     ) -> Reply:
         return reply_to(message, self._topics, client, job_id, self._reply_prefixes, topic, text)
-
-    def _count_rejection(self, reason: RejectReason) -> None:
-        if self._observer is not None:
-            self._observer.rejected(reason)

@@ -24,7 +24,6 @@ from drumline.scheduler.mqtt.answers import Answers
 from drumline.scheduler.mqtt.clocks import Clocks
 from drumline.scheduler.mqtt.codec import ErrorCode, JobState, ResultMessage, failed_message, result_message
 from drumline.scheduler.mqtt.job_events import job_ended, job_event
-from drumline.scheduler.mqtt.outbox import Observer
 from drumline.scheduler.mqtt.quotas import Usage
 from drumline.scheduler.mqtt.reply import Reply
 from drumline.scheduler.mqtt.running import Key, Running, reloaded
@@ -59,11 +58,10 @@ class Jobs:
         clocks: Clocks,
         on_change: OnChange = "restart",
         show_text: bool = False,
-        observer: Observer | None = None,
     ) -> None:
         self._engine, self._journal, self._topics, self._answers = engine, journal, topics, answers
         self._usage, self._spawn, self._clocks, self._on_change = usage, spawn, clocks, on_change
-        self._show_text, self._observer = show_text, observer
+        self._show_text = show_text
         self.running: dict[Key, Running] = {}
         self.waiting = Waiting()
         self._in_engine: set[Running] = set()
@@ -299,24 +297,24 @@ class Jobs:
                 running.said.append(chunk)
                 self._answers.chunk(running, chunk)
             result = await job.result()
-            if self._stays(running, result):
+            if self._stays(running, job, result):
                 logger.info(job_event("job kept", running, tokens=running.generated))
                 self.save()
             else:
-                await self._end(running, result_message(running.reply.job_id, result))
+                await self._end(running, result_message(running.reply.job_id, result), result)
         finally:
             self._in_engine.discard(running)
             self._usage.stopped(running.reply.client)
             self._changed.set()
 
-    def _stays(self, running: Running, result: Result) -> bool:
+    def _stays(self, running: Running, job: Job, result: Result) -> bool:
         """Whether the job is the next worker's: we leave, or the engine broke before it had a row. (One that had may be
         the reason, and would break the next worker, too.)"""
         if not self._journal.durable:
             return False
         if result.status == "failed" and not self._engine.statistics().healthy:
             self._break(EngineFailed(result.error or "the engine failed"))
-            return result.timings.queued_s == result.timings.total_s
+            return job.started_at is None
         return self._leaving and result.status == "cancelled" and not running.cancelled
 
     async def _settle(self, running: Running, reason: StopReason) -> None:
@@ -324,21 +322,18 @@ class Jobs:
         result = await self._engine.settle(
             running.request(self._clocks.monotonic()), reason, running.progress, running.label
         )
-        await self._end(running, result_message(running.reply.job_id, result))
+        await self._end(running, result_message(running.reply.job_id, result), result)
 
     async def _fail(self, running: Running, code: ErrorCode, reason: str) -> None:
-        """End a job that the engine will not have; it counts all the same."""
-        lost = None
-        try:
+        """End a job that the engine will not have, whose tokens count for nothing."""
+        settled, job_id = None, running.reply.job_id
+        with suppress(InvalidRequest):  # its prompt may have no place in this model
             settled = await self._engine.settle(running.request(self._clocks.monotonic()), "error", (), running.label)
-            lost = result_message(running.reply.job_id, settled)
-        except InvalidRequest:  # its prompt may have no place in this model
-            if self._observer is not None:
-                self._observer.lost(running.label)
-        await self._end(running, failed_message(running.reply.job_id, code, reason, lost))
+        lost = None if settled is None else result_message(job_id, settled)
+        await self._end(running, failed_message(job_id, code, reason, lost), settled)
 
-    async def _end(self, running: Running, outcome: ResultMessage) -> None:
-        """Write the outcome down, then tell it."""
+    async def _end(self, running: Running, outcome: ResultMessage, result: Result | None = None) -> None:
+        """Write the outcome down, then count and tell it; `result` is the engine's, if it had the job."""
         running.ending = True
         status = outcome.status
         if status == "rejected":
@@ -347,6 +342,7 @@ class Jobs:
         number = cast(int, running.number)
         terminal = await self._written(running, number, Terminal(outcome.encode(), status, outcome.properties, tokens))
         if terminal is not None:
+            self._engine.outcomes.ended(running.label, terminal.status, result, running.seated)
             logger.info(job_ended(running, outcome, self._show_text))
             self._answers.state(running.reply, "done", None, terminal.generated_tokens, qos=0)
             self._publish(running.reply, number, terminal)

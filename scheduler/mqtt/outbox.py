@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Protocol
 
-from drumline.metrics.definitions import Direction, MessageKind, RejectReason
+from drumline.metrics.definitions import Direction, MessageKind
 from drumline.model.errors import DrumlineError, InvalidRequest
 from drumline.scheduler.log import Event
 from drumline.scheduler.mqtt.codec import DeadMessage, shortened
@@ -42,12 +42,6 @@ class Observer(Protocol):
 
     def mqtt_connected(self, connected: bool) -> None:
         """The connections to the broker stand, or not all of them do."""
-
-    def rejected(self, reason: RejectReason) -> None:
-        """A job was refused."""
-
-    def lost(self, job_id: str) -> None:
-        """A job was accepted and then could not be given to the engine, which counts all others."""
 
 
 class Outbox:

@@ -61,6 +61,11 @@ class Running:
         return "/".join(self.key)
 
     @property
+    def seated(self) -> bool:
+        """Whether the engine had a row for it."""
+        return self.job is not None and self.job.started_at is not None
+
+    @property
     def generated(self) -> int:
         """Tokens so far, over all choices."""
         return sum(len(entry.token_ids) for entry in self.progress) if self.job is None else self.job.generated

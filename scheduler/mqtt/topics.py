@@ -11,7 +11,7 @@ from drumline.model.errors import InvalidRequest
 Kind = Literal["submit", "state", "chunks", "result", "cancel", "get"]
 
 JOB_KINDS: tuple[Kind, ...] = ("state", "chunks", "result", "cancel", "get")
-REQUEST_KINDS: tuple[Kind, ...] = ("submit", "cancel", "get")
+REQUEST_KINDS: tuple[Literal["submit", "cancel", "get"], ...] = ("submit", "cancel", "get")
 """What devices send us; the other kinds we send them."""
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 MAX_TOPIC_BYTES = 1_024

@@ -1,9 +1,11 @@
+import contextlib
 import gzip
 import json
 import logging
 import socket
 import subprocess
 import threading
+import time
 import urllib.error
 from collections.abc import Iterator
 
@@ -13,6 +15,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from prometheus_client.registry import Collector
 
+from drumline.metrics.browsers import is_loopback
 from drumline.metrics.exporter import Exporter, parse_address
 from drumline.metrics.pages import Page, Pages, as_json
 from drumline.metrics.process import register_process
@@ -77,6 +80,8 @@ def test_gzip_on_request(exporter: Exporter) -> None:
     _, headers, body = http(f"{exporter.url}/metrics", Accept_Encoding="gzip")
     assert headers["Content-Encoding"] == "gzip"
     assert gzip.decompress(body) == http(f"{exporter.url}/metrics")[2]
+    for wish, zipped in {"gzip;q=0": False, "br, gzip; q=0.5": True, "gzip;q=0.0": False, "gzipped": False}.items():
+        assert (http(f"{exporter.url}/metrics", Accept_Encoding=wish)[2][:2] == b"\x1f\x8b") == zipped, wish
 
 
 @pytest.mark.parametrize("accept", ["text/plain", "application/openmetrics-text"])
@@ -85,6 +90,8 @@ def test_a_scrape_may_ask_for_some_names(exporter: Exporter, accept: str) -> Non
     _, _, body = http(f"{exporter.url}/metrics?{query}", Accept=accept)
     names = {line.split("{")[0] for line in body.decode().splitlines() if not line.startswith("#")}
     assert names == {"drumline_steps_total", "drumline_prompt_tokens_total"}
+    _, _, empty = http(f"{exporter.url}/metrics?name[]=", Accept=accept)
+    assert len(empty) == len(http(f"{exporter.url}/metrics", Accept=accept)[2])
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/healthz", "/readyz"])
@@ -108,18 +115,12 @@ def test_other_paths_are_not_found(exporter: Exporter, path: str) -> None:
 
 
 def test_a_name_that_somebody_lets_resolve_to_loopback_is_not_ours(exporter: Exporter) -> None:
-    own = f"127.0.0.1:{exporter.port}"
-    for host in (
-        own,
-        "127.0.0.1",
-        "localhost",
-        f"Localhost:{exporter.port}",
-        "[::1]:9464",
-        "10.0.0.5",
-        "a.localhost:1",
-    ):
+    port = exporter.port
+    ours = ("127.0.0.1", f"127.0.0.1:{port}", "localhost", f"Localhost:{port}", "localhost.", "a.localhost:1")
+    for host in (*ours, "[::1]:9464", "10.0.0.5", ""):
         assert http(f"{exporter.url}/readyz", Host=host)[0] == 200, host
-    for host in (f"rebound.example:{exporter.port}", "127.0.0.1.example", "localhost.example", "[::1", " "):
+    strange = (f"rebound.example:{port}", "127.0.0.1.example", "localhost.example", "[::1", "a@localhost", "localhost/")
+    for host in strange:
         status, headers, body = http(f"{exporter.url}/readyz", Host=host)
         assert (status, headers["Cache-Control"], body) == (421, "no-store", b"Misdirected Request\n"), host
 
@@ -137,9 +138,50 @@ def test_a_name_for_loopback_that_was_bound_is_ours(
         assert http(f"http://127.0.0.1:{exporter.port}/readyz", Host=f"gateway:{exporter.port}")[0] == 200
 
 
-def test_other_interfaces_have_names_of_their_own(registry: CollectorRegistry) -> None:
+@pytest.mark.parametrize(
+    ("address", "loopback"),
+    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("::ffff:127.0.0.1", True), ("10.0.0.5", False),
+     ("::ffff:10.0.0.5", False), ("fe80::1%eth0", False)],
+)  # fmt: skip
+def test_what_counts_is_the_address_that_was_reached(address: str, loopback: bool) -> None:
+    assert is_loopback(address) == loopback
+
+
+def test_also_where_all_addresses_are_bound(registry: CollectorRegistry) -> None:
     with exported(registry, "0.0.0.0") as exporter:
-        assert http(f"http://127.0.0.1:{exporter.port}/readyz", Host="factory.example")[0] == 200
+        url = f"http://127.0.0.1:{exporter.port}/readyz"
+        assert (http(url)[0], http(url, Host="rebound.example")[0]) == (200, 421)
+
+
+@pytest.mark.parametrize("length", ["9" * 5_000, "10", "-1", "1_0"])
+def test_a_body_that_never_comes_is_not_missed(
+    registry: CollectorRegistry, length: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("drumline.metrics.exporter._Handler.timeout", 0.2)
+    with exported(registry) as exporter, socket.create_connection(("127.0.0.1", exporter.port), 10) as client:
+        client.sendall(f"GET /healthz HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n\r\n".encode())
+        assert client.recv(100).startswith(b"HTTP/1.0 200")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_is_no_request_is_refused_as_text(exporter: Exporter) -> None:
+    with socket.create_connection(("127.0.0.1", exporter.port), 10) as client:
+        client.sendall(b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\n\r\n")
+        with client.makefile("rb") as answer:
+            head, _, body = answer.read().partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.0 414")
+    assert b"Content-Type: text/plain" in head
+    assert b"Cache-Control: no-store" in head
+    assert body.startswith(b"414 ")
+
+
+def test_a_burst_of_connections_holds_up_nobody(exporter: Exporter) -> None:
+    began = time.monotonic()
+    with contextlib.ExitStack() as clients:
+        for _ in range(100):  # a connection that finds no room is tried again after a second
+            clients.enter_context(socket.create_connection(("127.0.0.1", exporter.port), 10)).sendall(b"GET")
+        assert http(f"{exporter.url}/healthz")[0] == 200
+    assert time.monotonic() - began < 5
 
 
 def test_the_probes_answer_for_themselves(registry: CollectorRegistry, caplog: pytest.LogCaptureFixture) -> None:

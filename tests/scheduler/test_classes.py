@@ -204,9 +204,11 @@ class TestDeadlines:
             assert metric(scheduler, "rejected_total", reason="invalid") == 1
             late = asking(100, deadline_s=1e-6)
             with pytest.raises(InvalidRequest, match="deadline_s: cannot be met"):
-                await scheduler.submit(late, accepted=True)  # whose end its caller tells, once
-            await scheduler.settle(late, "deadline")
+                await scheduler.submit(late, accepted=True)  # its caller counts how it ends
+            result = await scheduler.settle(late, "deadline")
             assert metric(scheduler, "rejected_total", reason="invalid") == 1
+            assert metric(scheduler, "requests_total", outcome="expired") == 0
+            scheduler.outcomes.ended("a/late", "expired", result, seated=False)
             assert metric(scheduler, "requests_total", outcome="expired") == 1
             await (await scheduler.submit(asking(2, deadline_s=1000.0))).result()
 

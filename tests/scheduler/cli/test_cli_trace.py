@@ -10,14 +10,16 @@ import urllib.request
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from drumline import Scheduler
 from drumline.metrics.exporter import Exporter
 from drumline.metrics.pages import Pages
-from drumline.scheduler.cli.tracing import TraceSettings, Tracing
-from tests.drive import asking
+from drumline.scheduler.cli.tracing import TraceSettings, Tracing, trace_page
+from tests.drive import asking, until
 from tests.processes import CLI, finish, read_until, run_python, running_python
 from tests.scheduler.trace_format import TraceChecked
 from tests.tiny import tiny_model
@@ -42,7 +44,8 @@ async def url(tmp_path: Path) -> AsyncIterator[str]:
                 await (await scheduler.submit(asking(tokens=20), label="boiler/job-17")).result()
 
         pages = Pages(scheduler.registry, health=scheduler.health, ready=list)
-        pages.add("/trace", Tracing(scheduler.trace, "main", TraceSettings(tmp_path)).page())
+        tracing = Tracing(scheduler.trace, "main", TraceSettings(tmp_path))
+        pages.add("/trace", trace_page(lambda: tracing, list))
         working = asyncio.create_task(work())
         with Exporter(pages, port=0) as exporter:
             yield exporter.url
@@ -68,11 +71,49 @@ async def test_one_at_a_time(url: str):
     assert json.loads(refused)["error"].startswith("trace: is being recorded already, into ")
 
 
-@pytest.mark.parametrize("given", ["", "0", "-1", "61", "nan", "inf", "soon", "1e400"])
+@pytest.mark.parametrize("given", ["", "0", "-1", "61", "nan", "inf", "soon", "1e400", "1_0", " 1"])
 async def test_other_seconds_are_refused(url: str, given: str):
-    status, body = await asyncio.to_thread(post, f"{url}/trace?seconds={given}")
+    status, body = await asyncio.to_thread(post, f"{url}/trace?seconds={quote(given)}")
     assert status == 400
     assert json.loads(body) == {"error": f"seconds: must be a number above 0, up to 60, not {given!r}"}
+
+
+async def test_other_queries_are_refused(url: str):
+    status, body = await asyncio.to_thread(post, f"{url}/trace?second=1")
+    assert (status, json.loads(body)["error"]) == (400, "second: is unknown; there is seconds alone")
+    status, body = await asyncio.to_thread(post, f"{url}/trace?seconds=1&seconds=2")
+    assert (status, json.loads(body)["error"]) == (400, "seconds: must be a number above 0, up to 60, not '1, 2'")
+
+
+async def test_while_the_worker_starts_there_is_nothing_to_record(cli: Callable):
+    pages = {"/trace": trace_page(lambda: None, lambda: ["the model is being loaded"])}
+    with Exporter(Pages(CollectorRegistry(), health=list, ready=list, pages=pages), port=0) as exporter:
+        run = await asyncio.to_thread(cli, "trace", exporter.url, "--seconds", 1)
+    assert (run.code, run.err) == (2, f"drumline: {exporter.url}/trace?seconds=1: the model is being loaded\n")
+
+
+async def test_a_signal_leaves_a_recording_to_who_waits_for_it(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    async with Scheduler(tiny_model(window=64), rows=1) as scheduler:
+        tracing = Tracing(scheduler.trace, "main", TraceSettings(tmp_path))
+        recording = asyncio.create_task(tracing.record(0.1))
+        await until(lambda: scheduler.trace.recording)
+        tracing.switch()
+        _, whole = await recording
+        assert (whole, scheduler.trace.recording) == (True, False)
+    assert "no trace" in caplog.text
+
+
+async def test_the_end_of_the_worker_ends_a_recording(tmp_path: Path):
+    async with Scheduler(tiny_model(window=64), rows=1) as scheduler:
+        tracing = Tracing(scheduler.trace, "main", TraceSettings(tmp_path))
+        pages = {"/trace": trace_page(lambda: tracing, list)}
+        with Exporter(Pages(scheduler.registry, health=list, ready=list, pages=pages), port=0) as exporter:
+            asked = asyncio.create_task(asyncio.to_thread(post, f"{exporter.url}/trace?seconds=50"))
+            await until(lambda: scheduler.trace.recording)
+            for task in asyncio.all_tasks():
+                if task.get_coro().__qualname__ == "Tracing.record":
+                    task.cancel()
+            assert (await asked)[0] == 503
 
 
 async def test_reading_is_not_recording(url: str):
@@ -113,9 +154,9 @@ def test_from_the_start_and_by_signal(checkpoint: Path, tmp_path: Path):
         read_until(process, "metrics")
         finish_job(broker, "first")
         process.send_signal(signal.SIGUSR2)  # ends the one that runs since the start
-        first = until(lambda: [path for path in traces(tmp_path) if path.read_text().endswith("\n]\n")])[0]
+        first = brought_about(lambda: [path for path in traces(tmp_path) if path.read_text().endswith("\n]\n")])[0]
         process.send_signal(signal.SIGUSR2)
-        until(lambda: len(traces(tmp_path)) == 2)
+        brought_about(lambda: len(traces(tmp_path)) == 2)
         finish_job(broker, "second")
         process.terminate()
         assert finish(process)[0] == 0
@@ -138,7 +179,7 @@ def traces(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.trace.json"))
 
 
-def until(found: Callable[[], Any]) -> Any:
+def brought_about(found: Callable[[], Any]) -> Any:
     """What another process brings about, once it has."""
     for _ in range(2_000):
         if value := found():

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from drumline.scheduler.mqtt.address import parse_broker_url
 from drumline.scheduler.mqtt.client import Client
 from drumline.scheduler.mqtt.connection import Connection, ConnectOptions, Message, connect
 from tests.log_lines import Logged, read_json, read_text
-from tests.processes import CLI, finish, running_python
+from tests.processes import CLI, finish, run_python, running_python
 from tests.scheduler.cli.test_health import ask
 
 PROMPT = "a prompt that is nobody's business"
@@ -176,6 +177,27 @@ def test_while_the_model_is_loaded_probes_answer_and_a_signal_ends_it_at_once(tm
         assert ask(url, "/readyz") == (503, ["the model is being loaded"])
         process.terminate()
         assert finish(process, timeout=10) == (130, "", "drumline: interrupted\n")
+
+
+WHILE_IT_IMPORTS = """
+import importlib.abc, os, signal, sys
+from drumline.scheduler.cli import main
+
+class Interrupting(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "drumline.scheduler.cli.app":
+            os.kill(os.getpid(), signal.SIGUSR2)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+sys.meta_path.insert(0, Interrupting())
+main(["serve"])
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR2"), reason="needs SIGUSR2")
+def test_signals_while_python_imports():
+    ended = run_python("-c", WHILE_IT_IMPORTS)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "drumline: interrupted\n")
 
 
 def test_a_mistake_is_one_more_json_line(tmp_path: Path):

@@ -3,12 +3,14 @@
 import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, get_args
 from uuid import uuid4
 
 from drumline import Request, Scheduler
+from drumline.metrics.definitions import Outcome, RejectReason
 from drumline.model.language_model import LanguageModel
 from drumline.scheduler.job import GenerationJob
 from drumline.scheduler.journal.journal import Journal
@@ -25,7 +27,7 @@ from drumline.scheduler.mqtt.gateway import Gateway
 from drumline.scheduler.mqtt.options import GatewayOptions
 from drumline.scheduler.mqtt.reconnect import Backoff
 from drumline.scheduler.mqtt.topics import Topics
-from tests.drive import Gate, generate
+from tests.drive import Gate, generate, metric
 from tests.tiny import tiny_model
 
 PATIENCE_S = 20.0
@@ -120,20 +122,12 @@ class Counts:
     def __init__(self) -> None:
         self.messages: list[tuple[str, str]] = []
         self.up: list[bool] = []
-        self.rejections: list[str] = []
-        self.lost_jobs: list[str] = []
 
     def mqtt_message(self, direction: str, kind: str) -> None:
         self.messages.append((direction, kind))
 
     def mqtt_connected(self, connected: bool) -> None:
         self.up.append(connected)
-
-    def rejected(self, reason: str) -> None:
-        self.rejections.append(reason)
-
-    def lost(self, job_id: str) -> None:
-        self.lost_jobs.append(job_id)
 
 
 @asynccontextmanager
@@ -172,6 +166,14 @@ async def serving(
         finally:
             if gate is not None:
                 gate.open()
+
+
+def counted(gateway: Gateway) -> tuple[Counter[str], Counter[str]]:
+    """How many requests its engine counts by outcome, and how many refusals by reason; not those that are 0."""
+    engine = gateway._engine
+    outcomes = {value: metric(engine, "requests_total", outcome=value) for value in get_args(Outcome)}
+    reasons = {value: metric(engine, "rejected_total", reason=value) for value in get_args(RejectReason)}
+    return +Counter(outcomes), +Counter(reasons)
 
 
 class Network:

@@ -5,19 +5,18 @@ import gc
 import json
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 from drumline import InvalidRequest
-from drumline.metrics.definitions import Outcome
 from drumline.scheduler.journal.errors import JournalError
 from drumline.scheduler.journal.journal import Journal
 from drumline.scheduler.mqtt.broker import EmbeddedBroker
 from drumline.scheduler.mqtt.topics import Topics
-from tests.drive import Gate, metric, until
+from tests.drive import Gate, until
 from tests.scheduler.mqtt.durable import EXACT, Killed, full_disk, worker
-from tests.scheduler.mqtt.support import BODY, Counts, Network, address, device, serving
+from tests.scheduler.mqtt.support import BODY, Network, address, counted, device, serving
 from tests.tiny import tiny_model
 
 JOBS = BODY | {"max_tokens": 3}
@@ -74,7 +73,7 @@ async def test_what_cannot_be_settled_fails_alone(broker: EmbeddedBroker, topics
             rows=1,
             queue_requests=1,
             wrap=lambda real: Broken(real, settle=refuse),
-        ),
+        ) as gateway,
         device(address(broker), f"{topics.client('a')}/jobs/#") as this,
     ):
         for name in ("runs", "engine", "submitting", "waits"):
@@ -85,13 +84,14 @@ async def test_what_cannot_be_settled_fails_alone(broker: EmbeddedBroker, topics
         gate.open()
         for name in ("runs", "engine", "submitting"):
             assert (await this.body(f"{name}/result"))["status"] == "completed"
+        assert counted(gateway) == ({"completed": 3, "failed": 1}, {})
     assert (body["status"], body["error"]["code"]) == ("failed", "failed")
 
 
 async def test_an_accepted_job_that_the_next_model_refuses_has_failed_and_was_not_rejected(
     broker: EmbeddedBroker, topics: Topics, tmp_path: Path
 ):
-    path, counts, engines = tmp_path / "journal", Counts(), []
+    path = tmp_path / "journal"
     long = BODY | {"id": "j", "prompt": "x" * 60, "max_tokens": 3}  # has no place in the window of the second worker
     async with device(address(broker), f"{topics.client('a')}/jobs/#") as this:
         gate = Gate()
@@ -106,17 +106,53 @@ async def test_an_accepted_job_that_the_next_model_refuses_has_failed_and_was_no
             serving(
                 address(broker),
                 topics,
-                wrap=lambda engine: engines.append(engine) or engine,
                 model=tiny_model(window=16, precision="int8"),
                 journal=journal,
-                observer=counts,
                 worker="w",
-            ),
+            ) as gateway,
         ):
             body = await this.body("j/result")
-            ended = {outcome: metric(engines[0], "requests_total", outcome=outcome) for outcome in get_args(Outcome)}
+            assert counted(gateway) == ({"failed": 1}, {})
     assert (body["status"], body["error"]["code"]) == ("failed", "failed")
-    assert (counts.lost_jobs, counts.rejections, set(ended.values())) == (["a/j"], [], {0})
+
+
+async def test_a_job_that_a_drain_keeps_is_counted_by_the_worker_that_ends_it(
+    broker: EmbeddedBroker, topics: Topics, tmp_path: Path
+):
+    path, gate = tmp_path / "journal", Gate()
+    async with device(address(broker), f"{topics.client('a')}/jobs/#") as this:
+        async with worker(broker, topics, path, gate, drain_s=0) as gateway:
+            await this.send(topics.submit("a"), BODY | {"id": "j"})
+            await gate.arrived()
+            stopping = asyncio.create_task(gateway.stop())
+            await until(lambda: gateway._engine.statistics().draining)
+            gate.open()
+            await stopping
+            assert counted(gateway) == ({}, {})
+        async with worker(broker, topics, path) as gateway:
+            assert (await this.body("j/result"))["status"] == "completed"
+            assert counted(gateway) == ({"completed": 1}, {})
+
+
+async def test_what_is_left_to_the_next_worker_is_not_refused(broker: EmbeddedBroker, topics: Topics, tmp_path: Path):
+    async with device(address(broker), f"{topics.client('a')}/jobs/#") as this:
+        async with worker(broker, topics, tmp_path / "j") as gateway:
+            checked = asyncio.Event()
+            check = gateway._engine.check
+
+            async def watched(request: Any) -> Any:
+                try:
+                    return await check(request)
+                finally:
+                    checked.set()
+
+            gateway._engine.check = watched
+            await gateway._engine.drain()
+            await this.send(topics.submit("a"), BODY | {"id": "j"})
+            await checked.wait()
+            assert counted(gateway) == ({}, {})
+        async with worker(broker, topics, tmp_path / "j"):
+            assert (await this.body("j/result"))["status"] == "completed"
 
 
 async def test_a_journal_that_cannot_be_read_once(broker: EmbeddedBroker, topics: Topics, tmp_path: Path):

@@ -1,6 +1,7 @@
 """What the worker refuses, and what breaks: the sender hears why, and no other job notices."""
 
 import json
+from collections import Counter
 
 import pytest
 
@@ -10,16 +11,16 @@ from drumline.scheduler.mqtt.broker import EmbeddedBroker
 from drumline.scheduler.mqtt.options import GatewayOptions, Limits
 from drumline.scheduler.mqtt.topics import Topics
 from tests.drive import Gate
-from tests.scheduler.mqtt.support import BODY, RESULT_KEYS, Counts, address, device, expected_ids, serving
+from tests.scheduler.mqtt.support import BODY, RESULT_KEYS, Counts, address, counted, device, expected_ids, serving
 
 
 @pytest.mark.parametrize("body", [BODY | {"max_tokens": 5}, BODY | {"max_tokens": -1}])
 async def test_another_job_under_a_running_id_is_refused_beside_it(
     broker: EmbeddedBroker, topics: Topics, body: dict[str, object]
 ):
-    gate, counts = Gate(), Counts()
+    gate = Gate()
     async with (
-        serving(address(broker), topics, gate=gate, rows=1, observer=counts),
+        serving(address(broker), topics, gate=gate, rows=1) as gateway,
         device(address(broker), f"{topics.client('a')}/#", topics.dead) as this,
     ):
         await this.send(topics.submit("a"), BODY | {"id": "j"})
@@ -30,6 +31,7 @@ async def test_another_job_under_a_running_id_is_refused_beside_it(
         state, refusal = sorted(marked, key=lambda message: message.topic == topics.dead)
         gate.open()
         result = await this.body("/result")
+        assert counted(gateway) == ({"completed": 1, "rejected": 1}, {"duplicate_id": 1})
     error = json.loads(state.payload)["error"]
     assert (error["code"], error["field"]) == ("duplicate_id", "max_tokens" if body["max_tokens"] == -1 else "id")
     letter = json.loads(refusal.payload)
@@ -37,7 +39,6 @@ async def test_another_job_under_a_running_id_is_refused_beside_it(
     assert refusal.topic == topics.dead
     assert (state.topic, json.loads(state.payload)["state"]) == (topics.job("a", "state", "j"), "running")
     assert (result["status"], result["token_ids"]) == ("completed", await expected_ids(**BODY))
-    assert counts.rejections == ["duplicate_id"]
 
 
 async def test_a_refused_id_is_told_in_the_body_and_where_the_second_sender_listens(
@@ -94,13 +95,14 @@ async def test_answers_do_not_grow_with_what_was_sent(broker: EmbeddedBroker, to
 
 async def test_a_job_of_a_client_without_a_proper_name_is_counted(broker: EmbeddedBroker, topics: Topics):
     counts = Counts()
-    async with serving(address(broker), topics, observer=counts), device(address(broker), topics.dead) as this:
+    async with (
+        serving(address(broker), topics, observer=counts) as gateway,
+        device(address(broker), topics.dead) as this,
+    ):
         await this.send(topics.submit("a").replace("/a/", "/no name/"), BODY | {"id": "j"})
         assert "client and job id must match" in (await this.next()).payload.decode()
-        await this.send(f"{topics.client('a')}/jobs/no name/cancel", {})
-        await this.body("/dead")
-    assert counts.rejections == ["invalid"]
-    assert [kind for direction, kind in counts.messages if direction == "in"] == ["submit"]
+        assert counted(gateway) == ({"rejected": 1}, {"invalid": 1})
+    assert ("in", "submit") in counts.messages
 
 
 async def test_a_retained_job_is_ignored(broker: EmbeddedBroker, topics: Topics):
@@ -126,10 +128,9 @@ POISON = {
 
 
 async def test_poison_between_two_jobs_changes_neither(broker: EmbeddedBroker, topics: Topics):
-    counts = Counts()
     expected = await expected_ids(**BODY)
     async with (
-        serving(address(broker), topics, observer=counts),
+        serving(address(broker), topics) as gateway,
         device(address(broker), f"{topics.client('a')}/jobs/#", topics.dead) as this,
     ):
         for number, (payload, code, field) in enumerate(POISON.values()):
@@ -151,7 +152,9 @@ async def test_poison_between_two_jobs_changes_neither(broker: EmbeddedBroker, t
             ]
             assert (letters[0]["topic"], letters[0]["client"]) == (topics.submit("a"), "a")
             assert answers == {f"before-{number}": expected, f"after-{number}": expected}
-    assert counts.rejections == [code for _, code, _ in POISON.values()]
+        outcomes, reasons = counted(gateway)
+        assert reasons == Counter(code for _, code, _ in POISON.values())
+        assert outcomes == {"completed": 2 * len(POISON), "rejected": len(POISON)}
 
 
 WRONG = {
@@ -211,10 +214,10 @@ async def test_a_client_name_that_is_none_is_put_on_record(broker: EmbeddedBroke
 
 
 async def test_a_full_queue_rejects_and_says_how_full(broker: EmbeddedBroker, topics: Topics):
-    gate, counts = Gate(), Counts()
+    gate = Gate()
     options = GatewayOptions(refresh_s=0.02, limits=Limits(unfinished_jobs=2))
     async with (
-        serving(address(broker), topics, gate=gate, rows=1, options=options, observer=counts),
+        serving(address(broker), topics, gate=gate, rows=1, options=options) as gateway,
         device(address(broker), f"{topics.client('a')}/jobs/#") as this,
     ):
         await this.send(topics.submit("a"), BODY | {"id": "runs"})
@@ -224,6 +227,7 @@ async def test_a_full_queue_rejects_and_says_how_full(broker: EmbeddedBroker, to
         body = await this.body("over/result")
         gate.open()
         results = [await this.body("/result") for _ in range(2)]
+        assert counted(gateway) == ({"completed": 2, "rejected": 1}, {"queue_full": 1})
     assert body["status"] == "rejected"
     assert {key: body["error"][key] for key in ("code", "field", "limit", "queued")} == {
         "code": "queue_full",
@@ -232,7 +236,6 @@ async def test_a_full_queue_rejects_and_says_how_full(broker: EmbeddedBroker, to
         "queued": 2,
     }
     assert [result["token_ids"] for result in results] == [await expected_ids(**BODY)] * 2
-    assert counts.rejections == ["queue_full"]
 
 
 class Faulty:
@@ -270,13 +273,14 @@ async def test_what_breaks_in_one_job_ends_that_job_alone(
     broker: EmbeddedBroker, topics: Topics, caplog: pytest.LogCaptureFixture
 ):
     async with (
-        serving(address(broker), topics, wrap=lambda scheduler: Faulty(scheduler, "stream")),
+        serving(address(broker), topics, wrap=lambda scheduler: Faulty(scheduler, "stream")) as gateway,
         device(address(broker), f"{topics.client('a')}/jobs/#") as this,
     ):
         await this.send(topics.submit("a"), BODY | {"id": "bad", "prompt": "break"})
         bad = await this.body("bad/result")
         await this.send(topics.submit("a"), BODY | {"id": "good"})
         good = await this.body("good/result")
+        assert counted(gateway) == ({"completed": 1, "failed": 1}, {})
     assert (bad["status"], bad["error"]["code"], bad["error"]["message"]) == (
         "failed",
         "failed",
@@ -290,13 +294,16 @@ async def test_a_bug_in_handling_a_message_does_not_end_the_reader(
     broker: EmbeddedBroker, topics: Topics, caplog: pytest.LogCaptureFixture
 ):
     async with (
-        serving(address(broker), topics, wrap=lambda scheduler: Faulty(scheduler, "check")),
+        serving(address(broker), topics, wrap=lambda scheduler: Faulty(scheduler, "check")) as gateway,
         device(address(broker), f"{topics.client('a')}/jobs/#", topics.dead) as this,
     ):
         await this.send(topics.submit("a"), BODY | {"id": "bad", "prompt": "break"})
-        letter = await this.body("/dead")
+        told = {message.topic: json.loads(message.payload) for message in [await this.next(), await this.next()]}
         await this.send(topics.submit("a"), BODY | {"id": "good"})
         good = await this.body("good/result")
+        assert counted(gateway) == ({"completed": 1, "rejected": 1}, {"failed": 1})
+    letter, refusal = told[topics.dead], told[topics.job("a", "result", "bad")]
+    assert (refusal["status"], refusal["error"]["code"]) == ("rejected", "failed")
     assert (letter["code"], letter["reason"]) == ("internal", "the engine has a bug")
     assert good["token_ids"] == await expected_ids(**BODY)
     assert "message not handled" in caplog.text
