@@ -17,8 +17,9 @@ Send = Callable[[Message], Awaitable[None]]
 def make_asgi_app(pages: Pages) -> Callable[[Message, Receive, Send], Awaitable[None]]:
     """An application that answers with `pages`, mounted at any path or served by itself.
 
-    What a page does runs on a thread of asyncio's, never on the event loop. A scope that is not HTTP is a `ValueError`,
-    which is how ASGI says that an application does not know it.
+    What a page does runs on a thread of asyncio's, never on the event loop. Which names the server may be called by is
+    for the host to check (the exporter of our own does it on loopback addresses). A scope that is not HTTP is a
+    `ValueError`, which is how ASGI says that an application does not know it.
     """
 
     async def app(scope: Message, receive: Receive, send: Send) -> None:

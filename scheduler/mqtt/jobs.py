@@ -333,16 +333,16 @@ class Jobs:
         await self._end(running, failed_message(job_id, code, reason, lost), settled)
 
     async def _end(self, running: Running, outcome: ResultMessage, result: Result | None = None) -> None:
-        """Write the outcome down, then count and tell it; `result` is the engine's, if it had the job."""
+        """Write the outcome down and count it, then tell it; `result` is the engine's, if it had the job."""
         running.ending = True
         status = outcome.status
         if status == "rejected":
             raise ValueError("an accepted job cannot be rejected")
         tokens = 0 if outcome.usage is None else outcome.usage.generated_tokens
         number = cast(int, running.number)
-        terminal = await self._written(running, number, Terminal(outcome.encode(), status, outcome.properties, tokens))
+        ours = Terminal(outcome.encode(), status, outcome.properties, tokens)
+        terminal = await self._written(running, number, ours, result)
         if terminal is not None:
-            self._engine.outcomes.ended(running.label, terminal.status, result, running.seated)
             logger.info(job_ended(running, outcome, self._show_text))
             self._answers.state(running.reply, "done", None, terminal.generated_tokens, qos=0)
             self._publish(running.reply, number, terminal)
@@ -351,8 +351,10 @@ class Jobs:
         self.running.pop(running.key, None)
         self._changed.set()
 
-    async def _written(self, running: Running, number: int, terminal: Terminal) -> Terminal | None:
-        """The outcome that is in the journal; None where it cannot be written before we leave.
+    async def _written(
+        self, running: Running, number: int, terminal: Terminal, result: Result | None
+    ) -> Terminal | None:
+        """The outcome that is in the journal, counted when it got there; None where it cannot before we leave.
 
         What were told without could be told again in other words, so a full disk is waited for.
         """
@@ -368,6 +370,7 @@ class Jobs:
                 logger.error(job_event("outcome waits", running, error=error))
                 await self._clocks.sleep(RETRY_S)
             else:
+                self._engine.outcomes.ended(running.label, terminal.status, result, running.seated)
                 return terminal
 
     def _publish(self, reply: Reply, number: int, terminal: Terminal) -> None:
