@@ -4,6 +4,7 @@ python -m benchmarks.observing [WORKLOAD] [--pairs 5] > observing.json
 
 "Without metrics" is a scheduler whose instruments do nothing; "with" is one whose page is scraped four times a second,
 as no Prometheus does. The order within the pairs changes in turn, and the median of the pairs' ratios is what counts.
+Where a machine's speed moves by more than the metrics cost, the share of a run's time that they take says more.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from typing import Any
 from unittest.mock import patch
 
 from drumline.metrics.exporter import Exporter
+from drumline.metrics.instruments import Instruments
 from drumline.metrics.pages import Pages
 from drumline.model.language_model import LanguageModel
 from drumline.model.registry import load_model, packaged_model
@@ -63,6 +65,28 @@ async def tokens_per_s(
             if scraping is not None:
                 scraping.cancel()
     return sum(result.usage.generated_tokens for result in results) / wall_s
+
+
+async def share(model: LanguageModel, requests: Sequence[Request]) -> float:
+    """Seconds in the verbs of the instruments, of a second of a workload that is queued at once."""
+    spent = 0.0
+
+    def timed(verb: Callable[..., None]) -> Callable[..., None]:
+        def run(*arguments: Any, **named: Any) -> None:
+            nonlocal spent
+            started = time.perf_counter()
+            verb(*arguments, **named)
+            spent += time.perf_counter() - started
+
+        return run
+
+    async with Scheduler(model, rows=ROWS, queue_requests=len(requests)) as scheduler:
+        for name, verb in vars(Instruments).items():
+            if callable(verb) and not name.startswith("_") and name != "close":
+                setattr(scheduler.instruments, name, timed(getattr(scheduler.instruments, name)))
+        started = time.perf_counter()
+        await run_all(scheduler, requests, lambda: None)
+        return spent / (time.perf_counter() - started)
 
 
 async def _scrape(url: str) -> None:
@@ -112,6 +136,7 @@ async def main() -> None:
             "trace_on_over_off": await pairs(
                 given.pairs, lambda on: tokens_per_s(model, requests, trace=Path(folder) / "t.json" if on else None)
             ),
+            "metrics_share_of_time": round(await share(model, requests), 5),
             "trace_off_ns_per_hook": round(off_ns(), 1),
         }
     print(json.dumps(report, indent=1))

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from ipaddress import IPv6Address, ip_address
+from socket import gethostname
 
 OF_OUR_OWN = ("same-origin", "none")
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:/?#@\s]+)(:\d*)?", re.IGNORECASE)
@@ -26,7 +27,8 @@ def is_loopback(address: str) -> bool:
 
 
 def names_loopback(host: str, bound: str) -> bool:
-    """Whether the header `Host` of a request to a loopback address means it: an address, localhost, or as it was bound.
+    """Whether the header `Host` of a request to a loopback address means it: an address, localhost, this machine's
+    name (to which Debian gives a loopback address), or as it was bound.
 
     Any other name is one that somebody lets resolve to loopback, so that a browser takes our answers for those of
     their own site (DNS rebinding).
@@ -35,7 +37,8 @@ def names_loopback(host: str, bound: str) -> bool:
     if found is None:
         return False
     name = found[1].strip("[]").rstrip(".").lower()
-    return name in ("localhost", bound.rstrip(".").lower()) or name.endswith(".localhost") or _is_address(name)
+    ours = ("localhost", gethostname().lower(), bound.rstrip(".").lower())
+    return name in ours or name.endswith(".localhost") or _is_address(name)
 
 
 def _is_address(name: str) -> bool:

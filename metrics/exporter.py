@@ -99,7 +99,7 @@ class Exporter:
     """Serves pages on a daemon thread, from `start` to `close`; each request has a thread of its own.
 
     Port 0 picks a free one, which `port` names after `start`. A request that reached a loopback address must be for an
-    address, localhost or `host`; for any other name the answer is 421.
+    address, localhost, this machine or `host`; for any other name the answer is 421.
     """
 
     def __init__(self, pages: Pages, host: str = "127.0.0.1", port: int = 9464) -> None:

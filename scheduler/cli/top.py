@@ -29,6 +29,8 @@ from drumline.scheduler.live_view import LiveView
 TIMEOUT_S = 5.0
 PIPED_WIDTH = 110
 LEAST_INTERVAL_S = 0.1
+AGAIN, END = b".", b"q"
+"""What wakes the drawing: to draw again, or to end."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ class _Looker(threading.Thread):
             except EngineFailed as error:
                 self.trouble = str(error)
             with suppress(OSError):  # nobody listens any more
-                os.write(self._wake, b".")
+                os.write(self._wake, AGAIN)
             time.sleep(self._interval_s)
 
 
@@ -127,10 +129,8 @@ def _watch(console: Console, url: str, interval_s: float) -> None:
     """Draw until q, Ctrl-C, SIGTERM or a lost terminal."""
     marks = _marks(console)
     with (
-        suppress(KeyboardInterrupt),
-        _interrupted_by_signals(),
+        _woken_by_signals() as (woken, wake),
         _keys() as keys,
-        _woken() as (woken, wake),
         Live(console=console, screen=True, auto_refresh=False) as live,
     ):
         looker = _Looker(url, interval_s, wake)
@@ -138,8 +138,8 @@ def _watch(console: Console, url: str, interval_s: float) -> None:
         while True:
             live.update(_drawn(console, looker, url, marks), refresh=True)
             ready, _, _ = select.select([woken, *keys], [], [], 1.0)  # a second at most, for the age of what is shown
-            if woken in ready:
-                os.read(woken, 4096)
+            if woken in ready and END in os.read(woken, 4096):
+                return
             if keys and keys[0] in ready and os.read(keys[0], 64)[:1] in (b"q", b"Q", b"\x04", b""):
                 return
 
@@ -180,36 +180,29 @@ def _keys() -> Iterator[list[int]]:
 
 
 @contextmanager
-def _woken() -> Iterator[tuple[int, int]]:
-    """A pipe that wakes `select`, also when the terminal is resized."""
+def _woken_by_signals() -> Iterator[tuple[int, int]]:
+    """A pipe that wakes `select`: with `END` where a signal ends us, with `AGAIN` where the terminal has another size.
+
+    Nothing is raised in a handler: it could hit any line, also those that put the terminal back.
+    """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
 
     def wake(number: int, frame: FrameType | None) -> None:
-        os.write(writing, b".")
+        with suppress(BlockingIOError):
+            os.write(writing, END if number in ends else AGAIN)
 
-    resized = getattr(signal, "SIGWINCH", None)
-    before = signal.signal(resized, wake) if resized is not None else None
+    ends = _numbers("SIGINT", "SIGTERM", "SIGHUP")
+    before = {number: signal.signal(number, wake) for number in (*ends, *_numbers("SIGWINCH"))}
     try:
         yield reading, writing
     finally:
-        if resized is not None:
-            signal.signal(resized, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         os.close(reading)
         os.close(writing)
 
 
-@contextmanager
-def _interrupted_by_signals() -> Iterator[None]:
-    """SIGTERM and a lost terminal end it as Ctrl-C does, with the terminal as it was."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    ends = [number for name in ("SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None]
-    before = [(number, signal.signal(number, interrupt)) for number in ends]
-    try:
-        yield
-    finally:
-        for number, handler in before:
-            signal.signal(number, handler)
+def _numbers(*names: str) -> list[signal.Signals]:
+    """Of the signals that this platform has."""
+    return [number for name in names if (number := getattr(signal, name, None)) is not None]

@@ -117,7 +117,7 @@ def test_other_paths_are_not_found(exporter: Exporter, path: str) -> None:
 def test_a_name_that_somebody_lets_resolve_to_loopback_is_not_ours(exporter: Exporter) -> None:
     port = exporter.port
     ours = ("127.0.0.1", f"127.0.0.1:{port}", "localhost", f"Localhost:{port}", "localhost.", "a.localhost:1")
-    for host in (*ours, "[::1]:9464", "10.0.0.5", ""):
+    for host in (*ours, "[::1]:9464", "10.0.0.5", "", f"{socket.gethostname()}:{port}"):
         assert http(f"{exporter.url}/readyz", Host=host)[0] == 200, host
     strange = (f"rebound.example:{port}", "127.0.0.1.example", "localhost.example", "[::1", "a@localhost", "localhost/")
     for host in strange:
