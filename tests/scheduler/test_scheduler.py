@@ -338,8 +338,7 @@ class TestLifecycle:
         async with Scheduler(tiny_model()) as scheduler:
             engine: Engine = scheduler
             job = await engine.submit(asking(id="mine"))
-            assert job.id == "mine"
-            assert (await job.result()).id == "mine"
+            assert (job.id, (await job.result()).id) == ("mine", "mine")
 
     async def test_ids_are_made_up_and_free_again_after_the_end(self):
         async with Scheduler(tiny_model()) as scheduler:
