@@ -130,7 +130,7 @@ async def run_worker(
 
 
 def _pages(registry: CollectorRegistry, health: Health, show_text: bool) -> Pages:
-    """What both servers answer, from the first second on."""
+    """What both servers answer, also while the model is loaded."""
     live = live_json(
         lambda: health.scheduler, show_text=show_text, starting=health.ready, draining=lambda: health.draining
     )
