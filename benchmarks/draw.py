@@ -94,6 +94,11 @@ def draw_quality(quality: Sequence[Mapping[str, Any]], file: Path) -> Path:
     return _save(figure, file)
 
 
+def figure_of(report: Mapping[str, Any], key: str, percentile: str | None) -> float:
+    """One figure of a run, as `drumline bench --json` prints it."""
+    return float(report[key][percentile] if percentile else report[key])
+
+
 def draw_rows(report: Mapping[str, Any], file: Path) -> Path:
     """Throughput, gaps and time to first token against rows, a panel each; benchmarks/rows.py's JSON. Lines go through
     medians, dots are single runs."""
@@ -104,8 +109,7 @@ def draw_rows(report: Mapping[str, Any], file: Path) -> Path:
     for axes, (title, key, percentiles, factor) in zip(figure.subplots(1, 3), panels, strict=True):
         for percentile, colour in zip(percentiles, (_COLOURS[OURS], _COLOURS["vllm"]), strict=False):
             values = [
-                [factor * (run[key][percentile] if percentile else run[key]) for run in runs]
-                for runs in report["runs"]["rows"].values()
+                [factor * figure_of(run, key, percentile) for run in runs] for runs in report["runs"]["rows"].values()
             ]
             for taken in zip(*values, strict=True):
                 axes.plot(counts, taken, ".", color=colour, alpha=0.4)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.draw import draw_rows
+from benchmarks.draw import draw_rows, figure_of
 from benchmarks.machine import describe_machine
 from drumline.model.registry import packaged_model
 
@@ -56,8 +56,7 @@ def run_rounds(model: "LanguageModel", requests: "Sequence[Request]", rounds: in
 
 def median(runs: Sequence[Report], key: str, percentile: str | None) -> float:
     """Of one figure, over the runs of one setting."""
-    values: list[float] = [run[key][percentile] if percentile else run[key] for run in runs]
-    return statistics.median(values)
+    return statistics.median(figure_of(run, key, percentile) for run in runs)
 
 
 def table(swept: str, runs: Mapping[str, Sequence[Report]]) -> str:

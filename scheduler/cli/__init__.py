@@ -6,15 +6,15 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import typer
 
 from drumline.model.errors import DrumlineError
 from drumline.model.openmp import share_pool
 from drumline.scheduler.cli import logs
+from drumline.scheduler.cli.loop import handled
 from drumline.scheduler.log import Event
 
 # How often an OpenMP thread that waits looks again before it sleeps. With the default, two threads on two cores that
@@ -32,23 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _run(given)
 
 
-@contextmanager
-def _signals_before_there_is_a_loop() -> Iterator[None]:
+def _signals_before_there_is_a_loop() -> AbstractContextManager[None]:
     """While the imports take their seconds SIGTERM is a Ctrl-C, and SIGUSR2 does nothing: there is nothing to trace."""
-    actions: dict[str, Any] = {"SIGTERM": signal.default_int_handler, "SIGUSR2": signal.SIG_IGN}
     if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {
-        number: signal.signal(number, action)
-        for name, action in actions.items()
-        if (number := getattr(signal, name, None)) is not None
-    }
-    try:
-        yield
-    finally:
-        for number, action in before.items():
-            signal.signal(number, action or signal.SIG_DFL)
+        return nullcontext()
+    return handled(SIGTERM=signal.default_int_handler, SIGUSR2=signal.SIG_IGN)
 
 
 def _run(given: list[str]) -> None:

@@ -27,6 +27,21 @@ def on_signals(action: Callable[[], object]) -> None:
 
 
 @contextmanager
+def handled(**actions: Any) -> Iterator[None]:
+    """What signals, by their names, do without an event loop while the block runs; those that the platform has."""
+    before = {
+        number: signal.signal(number, action)
+        for name, action in actions.items()
+        if (number := getattr(signal, name, None)) is not None
+    }
+    try:
+        yield
+    finally:
+        for number, action in before.items():
+            signal.signal(number, action or signal.SIG_DFL)
+
+
+@contextmanager
 def on_switch(action: Callable[[], object]) -> Iterator[None]:
     """What SIGUSR2 does while the block runs, and nothing before and after it, where it would end the process."""
     on_usr2(action)

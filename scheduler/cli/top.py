@@ -4,11 +4,10 @@ import json
 import locale
 import os
 import select
-import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from types import FrameType
@@ -23,6 +22,7 @@ from rich.text import Text
 from drumline.model.errors import EngineFailed, InvalidRequest
 from drumline.scheduler.cli import options
 from drumline.scheduler.cli.ask import ask
+from drumline.scheduler.cli.loop import handled
 from drumline.scheduler.cli.top_screen import Counters, InAscii, Marks, screen
 from drumline.scheduler.live_view import LiveView
 
@@ -188,21 +188,17 @@ def _woken_by_signals() -> Iterator[tuple[int, int]]:
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
 
-    def wake(number: int, frame: FrameType | None) -> None:
-        with suppress(BlockingIOError):
-            os.write(writing, END if number in ends else AGAIN)
+    def waking(word: bytes) -> Callable[[int, FrameType | None], None]:
+        def wake(number: int, frame: FrameType | None) -> None:
+            with suppress(BlockingIOError):
+                os.write(writing, word)
 
-    ends = _numbers("SIGINT", "SIGTERM", "SIGHUP")
-    before = {number: signal.signal(number, wake) for number in (*ends, *_numbers("SIGWINCH"))}
+        return wake
+
+    end = waking(END)
     try:
-        yield reading, writing
+        with handled(SIGINT=end, SIGTERM=end, SIGHUP=end, SIGWINCH=waking(AGAIN)):
+            yield reading, writing
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         os.close(reading)
         os.close(writing)
-
-
-def _numbers(*names: str) -> list[signal.Signals]:
-    """Of the signals that this platform has."""
-    return [number for name in names if (number := getattr(signal, name, None)) is not None]

@@ -150,12 +150,6 @@ def test_a_rejection_counts_as_outcome_and_reason(registry: CollectorRegistry, i
     assert value(registry, "request_seconds_count") == 0
 
 
-def test_a_lost_request_is_an_outcome_without_times(registry: CollectorRegistry, instruments: Instruments) -> None:
-    instruments.request_lost("failed")
-    assert value(registry, "requests_total", outcome="failed") == 1
-    assert value(registry, "request_seconds_count") == 0
-
-
 def test_a_request_that_ended_counts_once_everywhere(registry: CollectorRegistry, instruments: Instruments) -> None:
     instruments.request_done("completed", 0.25, 0.5, 2.0, 11, 500, "a")
     instruments.request_done("cancelled", None, None, 0.125, 7, 0, "b")

@@ -16,7 +16,7 @@ from drumline.scheduler.mqtt.quotas import Quota, QuotaExceeded, Quotas
 from drumline.scheduler.mqtt.topics import Topics
 from tests.drive import Gate, until
 from tests.scheduler.mqtt.durable import EXACT, Killed, full_disk, worker
-from tests.scheduler.mqtt.support import BODY, MODEL, address, device
+from tests.scheduler.mqtt.support import BODY, MODEL, address, counted, device
 from tests.tiny import tiny_model
 
 LONG = BODY | {"max_tokens": 20, "logprobs": 1, "sampling": {"temperature": 1.0, "seed": 5}}
@@ -151,11 +151,6 @@ async def test_a_drain_leaves_the_rest_to_the_next_worker(broker: EmbeddedBroker
     assert [said(body) for body in bodies] == [expected] * 4
 
 
-def counted(scheduler: Scheduler, outcome: str) -> float | None:
-    labels = {"scheduler": "main", "outcome": outcome}
-    return scheduler.registry.get_sample_value("drumline_requests_total", labels)
-
-
 @pytest.mark.parametrize("policy", ["restart", "fail"])
 async def test_a_job_that_was_begun_with_another_model(
     broker: EmbeddedBroker, topics: Topics, tmp_path: Path, policy: Any
@@ -175,10 +170,10 @@ async def test_a_job_that_was_begun_with_another_model(
 
         with pytest.raises(Killed):
             await first()
-        engines: list[Scheduler] = []
-        async with worker(broker, topics, path, on_change=policy, wrap=lambda engine: engines.append(engine) or engine):
+        async with worker(broker, topics, path, on_change=policy) as gateway:
             body = await this.body("begun/result")
-            ended = [counted(engines[0], outcome) for outcome in ("completed", "failed")]
+            outcomes, _ = counted(gateway)
+            ended = [outcomes[outcome] for outcome in ("completed", "failed")]
     assert ended == ([0, 1] if policy == "fail" else [1, 0])
     if policy == "fail":
         assert (body["status"], body["error"]["code"]) == ("failed", "changed")
