@@ -108,11 +108,12 @@ class Scheduler:
         self.outcomes: Outcomes = self._reporting.outcomes
         self.trace: Trace = self._reporting.trace
         self._identity: dict[str, Any] = {
+            "version": VERSION,
             "model": model.name,
             "precision": model.precision,
             "backend": self.backend.name,
         }
-        self.instruments.identify(version=VERSION, **self._identity)
+        self.instruments.identify(**self._identity)
         self._wake = asyncio.Event()
         self._rows = LiveRows(
             model.config,
@@ -290,7 +291,6 @@ class Scheduler:
         now, troubles = self._clock(), self.health()
         return LiveView(
             name=self.config.name,
-            version=VERSION,
             **self._identity,
             state="failed" if troubles else "draining" if self._draining else "ready" if self.ready else "starting",
             troubles=tuple(troubles),
